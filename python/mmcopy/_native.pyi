@@ -1,0 +1,212 @@
+"""Segments in shared memory, their names and owners, and copying with a cast. Built from ``rust/python/``.
+
+Buffers are taken through the buffer protocol: C-contiguous, of any format, exported for the length of one call. A
+read-only buffer where a writable one is needed, and one that is not contiguous, are a ``BufferError``. A call that
+touches at least :data:`GIL_RELEASE_BYTES` bytes releases the GIL. ``num_threads`` is the most threads that one call
+uses, its own among them, and at least 1 (else :class:`~mmcopy.errors.ConfigError`); small copies use fewer.
+"""
+
+import os
+from types import TracebackType
+from typing import Final, Self, SupportsIndex, final
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "CASTS",
+    "DEBUG_BUILD",
+    "DTYPES",
+    "GIL_RELEASE_BYTES",
+    "Segment",
+    "SegmentOwner",
+    "__version__",
+    "cast_into",
+    "copy_into",
+    "shm_namespace_id",
+    "sweep",
+    "unlink_segment",
+    "validate_segment_name",
+    "write_segment",
+]
+
+__version__: Final[str]
+"""Version of the package, from Cargo.toml."""
+DEBUG_BUILD: Final[bool]
+"""Whether this module was compiled without optimisation: right, and many times slower."""
+DTYPES: Final[dict[str, int]]
+"""The closed table: a dtype's name (torch's, without the prefix) to its bytes an element."""
+CASTS: Final[frozenset[tuple[str, str]]]
+"""The pairs (from, to) that :func:`cast_into` and :func:`write_segment` cast between."""
+GIL_RELEASE_BYTES: Final[int]
+"""A call that touches at least this many bytes releases the GIL."""
+
+def shm_namespace_id(shm_dir: str | os.PathLike[str] = "/dev/shm") -> str:
+    """Which shared-memory file system ``shm_dir`` is on: ``"<boot id>:<st_dev>"``, ``""`` when unknown.
+
+    Two processes with equal, non-empty ids see each other's files, also in different containers.
+    """
+
+def validate_segment_name(name: str) -> str:
+    """``name`` without ``/`` in front, when it is one path component of at most 255 bytes without NUL.
+
+    Raises :class:`~mmcopy.errors.SegmentNameError` otherwise.
+    """
+
+def write_segment(
+    shm_dir: str | os.PathLike[str],
+    name: str,
+    src: Buffer,
+    *,
+    src_dtype: str | None = None,
+    dst_dtype: str | None = None,
+    num_threads: int = 1,
+) -> int:
+    """Create a segment (mode 0600, exactly as long as its contents), fill it from ``src``, and return its bytes.
+
+    With ``src_dtype`` and ``dst_dtype`` the elements are cast on the way. Blocks until the segment is complete; ``src``
+    may be reused right after. On any error no file is left, and a full file system is never a SIGBUS.
+
+    Raises :class:`~mmcopy.errors.SegmentExistsError` (that file is left alone), :class:`~mmcopy.errors.NoSpaceError`,
+    :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.SegmentNotFoundError` (no such directory),
+    :class:`~mmcopy.errors.SegmentNameError`, :class:`~mmcopy.errors.SegmentIoError`,
+    :class:`~mmcopy.errors.PayloadError` (``src`` is not whole elements), :class:`~mmcopy.errors.CastError` (no such
+    pair, or only one of the two dtypes) and :class:`~mmcopy.errors.UnknownDtypeError`.
+    """
+
+def unlink_segment(shm_dir: str | os.PathLike[str], name: str) -> bool:
+    """Remove a segment by name, for a sender that takes back its own. False when it is gone already.
+
+    Raises :class:`~mmcopy.errors.SegmentKindError` for what is not a regular file,
+    :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.SegmentNameError` and
+    :class:`~mmcopy.errors.SegmentIoError`.
+    """
+
+@final
+class Segment:
+    """An open segment, to be read and removed by its consumer.
+
+    A context manager: leaving it closes the file and does not remove the name. Several threads may use one at once; a
+    ``close`` lets a ``read_into`` of another thread finish. ``name``, ``file_nbytes`` and ``uid`` stay readable.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the segment, without ``/`` in front."""
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of the file when it was opened."""
+
+    @property
+    def uid(self) -> int:
+        """User id of the file's owner."""
+
+    @staticmethod
+    def open(shm_dir: str | os.PathLike[str], name: str) -> Segment:
+        """Open a segment for reading. Never blocks, also not on a FIFO, and follows no symbolic link.
+
+        Raises :class:`~mmcopy.errors.SegmentNotFoundError`, :class:`~mmcopy.errors.SegmentPermissionError`,
+        :class:`~mmcopy.errors.SegmentKindError` (not a regular file), :class:`~mmcopy.errors.SegmentNameError` and
+        :class:`~mmcopy.errors.SegmentIoError`.
+        """
+
+    def check(self, offset: SupportsIndex, nbytes: SupportsIndex) -> None:
+        """Raise :class:`~mmcopy.errors.SegmentSizeError` unless the range is inside the file as it was opened.
+
+        Negative numbers and those of 2**64 and more are outside too.
+        """
+
+    def read_into(self, dst: Buffer, offset: SupportsIndex, *, num_threads: int = 1) -> None:
+        """Fill ``dst`` with the bytes from ``offset`` on. Blocks until every byte is there.
+
+        Raises :class:`~mmcopy.errors.SegmentSizeError` when the range is not inside the file, or when a peer cut the
+        file while it was read (never SIGBUS; ``dst`` holds anything then), and
+        :class:`~mmcopy.errors.SegmentIoError`.
+        """
+
+    def unlink(self) -> bool:
+        """Remove the name, at most once and only while it still names this very file.
+
+        True when this call removed it, False when it was gone already. The open file can still be read. Raises
+        :class:`~mmcopy.errors.SegmentPermissionError` and :class:`~mmcopy.errors.SegmentIoError`.
+        """
+
+    def close(self) -> None:
+        """Close the file; the name stays. May be called again.
+
+        Every other method raises :class:`~mmcopy.errors.ClosedError` from then on. The memory of a removed segment is
+        freed here, without the GIL when it is big.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+@final
+class SegmentOwner:
+    """A sender's identity on this host: a lock file that is locked as long as this process lives, and unique names.
+
+    A child after ``os.fork`` shares the lock and owns nothing: there ``next_name`` raises, ``close`` removes nothing,
+    and it should call :meth:`forget` at once, because a descriptor that it keeps open keeps the sender alive for
+    :func:`sweep`.
+    """
+
+    def __new__(cls, shm_dir: str | os.PathLike[str]) -> Self:
+        """Create and lock ``mmcopy-<instance_id>.lock`` (mode 0600) in ``shm_dir``.
+
+        Raises :class:`~mmcopy.errors.SegmentNotFoundError` (no such directory),
+        :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.NoSpaceError` and
+        :class:`~mmcopy.errors.SegmentIoError`.
+        """
+
+    @property
+    def instance_id(self) -> str:
+        """The random part of this sender's names: 16 hexadecimal digits."""
+
+    def next_name(self) -> str:
+        """A name that no segment has had before: ``mmcopy-<instance_id>-<counter>``.
+
+        Raises :class:`~mmcopy.errors.ClosedError` after :meth:`close`, after :meth:`forget` and in a forked child.
+        """
+
+    def close(self) -> None:
+        """Remove the lock file and let go of the lock. May be called again.
+
+        Segments on their way stay for their consumers; a sweep removes them once they are old.
+        """
+
+    def forget(self) -> None:
+        """Close the descriptor and remove nothing: for a child after ``os.fork``. May be called again."""
+
+def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> tuple[list[str], int]:
+    """Remove segments of senders that are gone; the names removed and the sum of their bytes.
+
+    The segments of a sender that died go at once, and its lock file with them (which is not counted). A segment whose
+    sender closed properly, and that nobody consumed, goes when it was last written at least ``orphan_grace_s`` seconds
+    ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
+    open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
+
+    Raises :class:`~mmcopy.errors.SegmentNotFoundError`, :class:`~mmcopy.errors.SegmentPermissionError` or
+    :class:`~mmcopy.errors.SegmentIoError` when ``shm_dir`` cannot be listed, and
+    :class:`~mmcopy.errors.ConfigError` for a number of seconds that is negative or NaN.
+    """
+
+def copy_into(src: Buffer, dst: Buffer, *, num_threads: int = 1) -> None:
+    """Copy ``src`` to ``dst``, which has the same number of bytes.
+
+    Blocks until every byte is there; both may be reused right after. The two may overlap. Raises
+    :class:`~mmcopy.errors.PayloadError` when the lengths differ.
+    """
+
+def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_threads: int = 1) -> None:
+    """Cast the elements of ``src`` into ``dst``.
+
+    Rounds to nearest, ties to even; NaN stays NaN, infinities and subnormals are kept. Equal dtypes are a plain copy.
+    Blocks until every element is there; both may be reused right after.
+
+    Raises :class:`~mmcopy.errors.CastError` for a pair outside :data:`CASTS`,
+    :class:`~mmcopy.errors.UnknownDtypeError` for a name outside :data:`DTYPES`, and
+    :class:`~mmcopy.errors.PayloadError` when ``dst`` has the wrong length, ``src`` is not whole elements, or a cast's
+    two buffers share memory.
+    """

@@ -1,0 +1,55 @@
+//! Directory entries: one is removed only while it still is the file that we mean.
+
+use std::path::Path;
+
+use rustix::fs::{FileType, Stat};
+use rustix::io::Errno;
+
+/// What tells one file of a host from every other, as long as somebody has it open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    device: u64,
+    inode: u64,
+}
+
+impl Identity {
+    pub(crate) const fn of(found: &Stat) -> Self {
+        Self { device: found.st_dev, inode: found.st_ino }
+    }
+}
+
+/// Removes the entry when it still is this very file. False when the entry is gone or is another file. Whoever calls
+/// keeps the file open, so its inode number cannot have been given to another file.
+pub(crate) fn remove(path: &Path, identity: Identity) -> Result<bool, Errno> {
+    if !is_at(path, identity)? {
+        return Ok(false);
+    }
+    match rustix::fs::unlink(path) {
+        Ok(()) => Ok(true),
+        Err(Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Whether the entry is this very file.
+pub(crate) fn is_at(path: &Path, identity: Identity) -> Result<bool, Errno> {
+    match rustix::fs::lstat(path) {
+        Ok(found) => Ok(Identity::of(&found) == identity),
+        Err(Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// The kind in words, for anything but a regular file.
+pub(crate) fn unusual_kind(found: &Stat) -> Option<&'static str> {
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::RegularFile => None,
+        FileType::Directory => Some("a directory"),
+        FileType::Symlink => Some("a symbolic link"),
+        FileType::Fifo => Some("a FIFO"),
+        FileType::Socket => Some("a socket"),
+        FileType::CharacterDevice => Some("a character device"),
+        FileType::BlockDevice => Some("a block device"),
+        FileType::Unknown => Some("a file of unknown kind"),
+    }
+}

@@ -1,0 +1,45 @@
+//! The one mapping from the crate's errors to the classes of `mmcopy.errors`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use crate::Error;
+
+const fn class_name(error: &Error) -> &'static str {
+    match error {
+        Error::UnknownDtype { .. } => "UnknownDtypeError",
+        Error::UnsupportedCast { .. } | Error::HalfACast { .. } => "CastError",
+        Error::Lengths { .. } | Error::PartialElement { .. } | Error::TooManyBytes { .. } | Error::Overlap { .. } => {
+            "PayloadError"
+        }
+        Error::Threads { .. } | Error::Grace { .. } => "ConfigError",
+        Error::Name { .. } => "SegmentNameError",
+        Error::NotFound { .. } => "SegmentNotFoundError",
+        Error::Permission { .. } => "SegmentPermissionError",
+        Error::Exists { .. } => "SegmentExistsError",
+        Error::Kind { .. } => "SegmentKindError",
+        Error::NoSpace { .. } => "NoSpaceError",
+        Error::Io { .. } => "SegmentIoError",
+        Error::Size { .. } | Error::Range { .. } | Error::Truncated { .. } => "SegmentSizeError",
+        Error::Closed { .. } => "ClosedError",
+    }
+}
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        Python::attach(|py| build(py, &error).unwrap_or_else(|failure| failure))
+    }
+}
+
+fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("mmcopy.errors").map(Bound::unbind))?;
+    let class = module.bind(py).getattr(class_name(error))?;
+    let message = error.to_string();
+    let raised = match error.os() {
+        // OSError takes these three and has errno, strerror and filename from them.
+        Some((errno, path)) => class.call1((errno, message, path.as_os_str()))?,
+        None => class.call1((message,))?,
+    };
+    Ok(PyErr::from_value(raised))
+}

@@ -1,0 +1,56 @@
+//! The Python module `mmcopy._native`: the only place that knows PyO3, one file a noun.
+//!
+//! When the GIL is released: for every call that touches at least [`GIL_RELEASE_BYTES`] bytes, and for every call that
+//! walks a directory or creates a lock file. Smaller calls keep it: on a shared-memory file system they take
+//! microseconds and cannot block, whereas a thread that has let go of the GIL may wait five milliseconds to get it back.
+//!
+//! The caller's buffers are exported for the length of one call, so they cannot be resized or freed under a copy.
+
+mod arguments;
+mod buffers;
+mod copies;
+mod errors;
+mod owner;
+mod segments;
+
+use pyo3::prelude::*;
+
+/// A call on at least this many bytes releases the GIL.
+const GIL_RELEASE_BYTES: u64 = 65536;
+
+/// Runs `work`, without the GIL when it touches enough bytes for that.
+fn detached_when_big<T: Send>(py: Python<'_>, nbytes: u64, work: impl FnOnce() -> T + Send) -> T {
+    if nbytes >= GIL_RELEASE_BYTES { py.detach(work) } else { work() }
+}
+
+/// The native part of mmcopy: segments in shared memory, their names and owners, and copying with a cast.
+#[pymodule]
+mod _native {
+    use pyo3::prelude::*;
+    use pyo3::types::{PyDict, PyFrozenSet};
+
+    use crate::cast::Cast;
+    use crate::dtype::Dtype;
+
+    #[pymodule_export]
+    use super::copies::{cast_into, copy_into};
+    #[pymodule_export]
+    use super::owner::{PySegmentOwner, sweep};
+    #[pymodule_export]
+    use super::segments::{PySegment, shm_namespace_id, unlink_segment, validate_segment_name, write_segment};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let py = module.py();
+        let dtypes = PyDict::new(py);
+        for dtype in Dtype::ALL {
+            dtypes.set_item(dtype.name(), dtype.itemsize())?;
+        }
+        let casts = Cast::ALL.map(|cast| (cast.from().name(), cast.to().name()));
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
+        module.add("DTYPES", dtypes)?;
+        module.add("CASTS", PyFrozenSet::new(py, casts)?)?;
+        module.add("GIL_RELEASE_BYTES", super::GIL_RELEASE_BYTES)
+    }
+}

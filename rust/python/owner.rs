@@ -1,0 +1,85 @@
+//! Senders and what they leave behind.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use crate::owner::Owner;
+use crate::{Error, sweep as sweeping};
+
+/// A sender's identity on this host: a lock file in shm_dir that is locked as long as this process lives, and names
+/// that nobody else has.
+///
+/// A child after os.fork() shares the lock and owns nothing: it should call forget() at once.
+#[pyclass(frozen, name = "SegmentOwner", module = "mmcopy._native")]
+pub(super) struct PySegmentOwner {
+    /// The random part of this sender's names: 16 hexadecimal digits.
+    #[pyo3(get)]
+    instance_id: String,
+    owner: Mutex<Option<Owner>>,
+}
+
+#[pymethods]
+impl PySegmentOwner {
+    #[new]
+    #[pyo3(text_signature = "(shm_dir)")]
+    fn new(py: Python<'_>, shm_dir: PathBuf) -> PyResult<Self> {
+        let owner = py.detach(|| Owner::create(&shm_dir))?;
+        Ok(Self { instance_id: owner.id().as_str().to_owned(), owner: Mutex::new(Some(owner)) })
+    }
+
+    /// A name that no segment has had before: "mmcopy-<instance_id>-<counter>". ClosedError after close or forget.
+    fn next_name(&self) -> PyResult<String> {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let closed = || Error::Closed { what: format!("segment owner {}", self.instance_id) };
+        Ok(owner.as_ref().ok_or_else(closed)?.next_name()?.to_string())
+    }
+
+    /// Removes the lock file and lets go of the lock. May be called again.
+    ///
+    /// Segments on their way stay for their consumers; a sweep removes them once they are old.
+    fn close(&self) {
+        if let Some(owner) = self.take() {
+            owner.close();
+        }
+    }
+
+    /// Closes the descriptor and removes nothing: for a child after os.fork(). May be called again.
+    fn forget(&self) {
+        if let Some(owner) = self.take() {
+            owner.forget();
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let is_open = self.owner.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let state = if is_open { "open" } else { "closed" };
+        format!("<mmcopy._native.SegmentOwner {} {state}>", self.instance_id)
+    }
+}
+
+impl PySegmentOwner {
+    fn take(&self) -> Option<Owner> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Removes segments of senders that are gone: (names removed, their bytes).
+///
+/// A sender that died goes at once, with its lock file; a segment whose sender closed properly goes when it was last
+/// written at least orphan_grace_s seconds ago. Nothing else is touched. Several sweeps may run at once.
+/// SegmentNotFoundError, SegmentPermissionError or SegmentIoError when shm_dir cannot be listed, ConfigError for a bad
+/// number of seconds.
+#[pyfunction]
+#[pyo3(signature = (shm_dir, *, orphan_grace_s = 60.0))]
+pub(super) fn sweep(py: Python<'_>, shm_dir: PathBuf, orphan_grace_s: f64) -> PyResult<(Vec<String>, u64)> {
+    let grace = if orphan_grace_s == f64::INFINITY {
+        Duration::MAX
+    } else {
+        Duration::try_from_secs_f64(orphan_grace_s).map_err(|_| Error::Grace { given: orphan_grace_s.to_string() })?
+    };
+    let swept = py.detach(|| sweeping::sweep(&shm_dir, grace))?;
+    Ok((swept.names, swept.nbytes))
+}

@@ -1,0 +1,87 @@
+"""Fixtures that every test may use: what is left in shared memory, in descriptors and in threads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+SHM_DIR = pathlib.Path("/dev/shm")
+_OURS = re.compile(r"(smg-tokenspeed-\d+-|mmcopy-[0-9a-f]{16}[-.])")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing_gpu = _why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else None
+    for item in items:
+        if missing_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=missing_gpu))
+        if os.geteuid() != 0 and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return "cupy is not installed"
+    return None
+
+
+def shared_files() -> set[str]:
+    """Names in /dev/shm that SMG's gateway or mmcopy makes: segments and lock files."""
+    return {path.name for path in SHM_DIR.iterdir() if _OURS.match(path.name)}
+
+
+@pytest.fixture
+def segments() -> Iterator[Callable[[], list[str]]]:
+    """A function that lists what this test has added to /dev/shm; at the end of the test that must be nothing."""
+    before = shared_files()
+
+    def added() -> list[str]:
+        return sorted(shared_files() - before)
+
+    yield added
+    assert settle(lambda: added() == []), f"left in /dev/shm: {added()}"
+
+
+@pytest.fixture
+def shm_dir(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory of the test's own in place of /dev/shm; it must be empty at the end."""
+    path = tmp_path / "shm"
+    path.mkdir()
+    yield path
+    assert sorted(p.name for p in path.iterdir()) == []
+
+
+@pytest.fixture
+def nothing_left_open() -> Iterator[None]:
+    """Open descriptors and threads are back to where they were at the end of the test."""
+    descriptors, threads = _descriptors(), threading.active_count()
+    yield
+    assert settle(lambda: _descriptors() <= descriptors), f"{descriptors} descriptors before, {_descriptors()} after"
+    assert settle(lambda: threading.active_count() <= threads), threading.enumerate()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def settle(condition: Callable[[], bool], *, limit_s: float = 5.0) -> bool:
+    """Whether ``condition`` holds within ``limit_s``: for what another thread or process does in its own time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
