@@ -1,0 +1,9 @@
+"""``python -m mmcopy`` is the command ``mmcopy``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

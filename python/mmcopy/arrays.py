@@ -1,0 +1,91 @@
+"""Any array a sender may be given, seen as flat bytes: numpy, torch CPU tensors, DLPack, the buffer protocol.
+
+torch is never imported: a tensor can only exist where its own library has been.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._native import DTYPES
+from .errors import ArrayTypeError, UnknownDtypeError
+
+__all__ = ["FlatArray", "flatten"]
+
+_DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost in dlpack.h
+
+
+@dataclass(frozen=True, slots=True)
+class FlatArray:
+    """An array's dtype name and shape, and its bytes in C order.
+
+    ``data`` is a one-dimensional uint8 array. It shares the source's memory where that is C-contiguous and
+    little-endian already, and is a copy otherwise: do not write to it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def flatten(array: object) -> FlatArray:
+    """The bytes of ``array`` in C order; strides of any kind, 0-d, empty and read-only arrays included.
+
+    Raises :class:`ArrayTypeError` for what is no array or not in host memory, and :class:`UnknownDtypeError` for
+    elements outside ``DTYPES`` (objects, structures, complex numbers).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _flatten_torch(torch, array)
+    if isinstance(array, (np.ndarray, np.generic)):
+        return _flatten_numpy(np.asarray(array))
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _flatten_dlpack(torch, array)
+    try:
+        view = memoryview(array)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArrayTypeError(
+            f"{type(array).__name__} is no array: want numpy, a torch CPU tensor, DLPack or the buffer protocol"
+        ) from None
+    return _flatten_numpy(np.asarray(view))
+
+
+def _flatten_numpy(array: np.ndarray[Any, Any]) -> FlatArray:
+    name = array.dtype.name  # ml_dtypes' bfloat16 and float8 types have torch's names
+    if name not in DTYPES:
+        raise UnknownDtypeError(f"numpy dtype {array.dtype} cannot be sent; known: {', '.join(DTYPES)}")
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return FlatArray(name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _flatten_torch(torch: Any, tensor: Any) -> FlatArray:
+    if tensor.device.type != "cpu":
+        raise ArrayTypeError(f"the tensor is on {tensor.device}; the sending side takes tensors in host memory")
+    if tensor.layout is not torch.strided:
+        raise ArrayTypeError(f"the tensor has layout {tensor.layout}, want torch.strided")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnknownDtypeError(f"{tensor.dtype} cannot be sent; known: {', '.join(DTYPES)}")
+    # A lazy negation is a view whose storage holds the other sign.
+    flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
+    return FlatArray(name, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+
+def _flatten_dlpack(torch: Any, array: Any) -> FlatArray:
+    kind, index = array.__dlpack_device__()
+    if kind not in _DLPACK_HOST:
+        raise ArrayTypeError(f"{type(array).__name__} is on DLPack device ({kind}, {index}), want host memory")
+    try:
+        return _flatten_numpy(np.from_dlpack(array))
+    except (BufferError, RuntimeError, TypeError) as error:
+        # numpy knows no bfloat16 or float8; the array's own conversion (ml_dtypes) or torch does.
+        if hasattr(array, "__array__"):
+            return _flatten_numpy(np.asarray(array))
+        if torch is not None:
+            return _flatten_torch(torch, torch.from_dlpack(array))
+        raise ArrayTypeError(f"{type(array).__name__} has elements that need torch: {error}") from error

@@ -1,0 +1,230 @@
+"""The sending side: an array becomes a :class:`TensorData` whose bytes are in the message or in a segment.
+
+No call here touches CUDA, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from . import _native
+from .arrays import FlatArray, flatten
+from .config import TransportConfig, TransportMode, WorkerSpec, default_num_threads
+from .errors import (
+    CastError,
+    ClosedError,
+    InlineTooLargeError,
+    MmcopyError,
+    NoSpaceError,
+    SegmentExistsError,
+    SegmentIoError,
+    SegmentNotFoundError,
+    SegmentPermissionError,
+)
+from .metrics import Counter, Metrics
+from .tensors import Inline, ShmHandle, TensorData, itemsize_of
+
+__all__ = ["Sender"]
+
+_log = logging.getLogger(__name__)
+
+# What a failed write is counted as. Anything else is a defect, or the caller's: it is raised.
+_WRITE_FAILURES: tuple[tuple[type[MmcopyError], str], ...] = (
+    (NoSpaceError, "no_space"),
+    (SegmentPermissionError, "permission"),
+    (SegmentNotFoundError, "not_found"),
+    (SegmentExistsError, "exists"),
+    (SegmentIoError, "os_error"),
+)
+
+_live: weakref.WeakSet[Sender] = weakref.WeakSet()
+_fork_hook = threading.Lock()  # held for ever once the hook is registered
+
+
+class Sender:
+    """Publishes arrays for workers.
+
+    A tensor goes through a segment (one new file in ``shm_dir``, mode 0600) when the transport says so and it has at
+    least ``shm_min_bytes``; otherwise, and whenever the write fails, inside the message. A failed write is counted
+    by reason in ``metrics`` and never raised. Empty tensors are always inline.
+
+    A segment belongs to the sender until its message is handed over, then to the worker, who removes it. When the
+    request cannot be handed over, :meth:`cancel` takes the tensors back; :meth:`guard` does so by itself.
+    :meth:`close` leaves handed-over segments alone. If this process is killed, the next sender on the host removes
+    what it left.
+
+    ``inline_max_bytes`` bounds a tensor inside the message (gRPC's own default for a whole message is 4 MiB); None
+    sets no bound. ``num_threads`` copy threads are used for large tensors (None: one a core, 8 at most).
+
+    Methods may be called from several threads. After ``fork`` the child's copy is closed and owns nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransportConfig | None = None,
+        *,
+        shm_dir: str | os.PathLike[str] = "/dev/shm",
+        num_threads: int | None = None,
+        inline_max_bytes: int | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.config = config or TransportConfig()
+        self.metrics = metrics or Metrics()
+        self._shm_dir = os.fspath(shm_dir)
+        self._num_threads = num_threads or default_num_threads()
+        self._inline_max_bytes = inline_max_bytes
+        self._lock = threading.Lock()
+        self._owner: _native.SegmentOwner | None = None
+        self._closed_because: str | None = None
+        _live.add(self)
+        if _fork_hook.acquire(blocking=False):
+            os.register_at_fork(after_in_child=_disown_all)
+
+    def send(self, array: object, *, dtype: str | None = None, worker: WorkerSpec | None = None) -> TensorData:
+        """Publish ``array`` for ``worker`` and return what goes into its message.
+
+        ``array``: numpy, a torch CPU tensor, DLPack or the buffer protocol, any strides; it arrives C-contiguous in
+        its shape, 0-d and empty included. ``dtype`` casts on the way (the pairs in ``mmcopy.CASTS``). Blocks until
+        all bytes are copied: the source may be reused at once.
+
+        Raises :class:`ArrayTypeError`, :class:`UnknownDtypeError`, :class:`CastError`,
+        :class:`InlineTooLargeError`, :class:`ClosedError`.
+        """
+        self._check_open()
+        flat = flatten(array)
+        target = flat.dtype if dtype is None else dtype
+        nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
+        if target != flat.dtype and (flat.dtype, target) not in _native.CASTS:
+            pairs = ", ".join(f"{a} to {b}" for a, b in sorted(_native.CASTS))
+            raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
+        payload: Inline | ShmHandle | None = None
+        if nbytes > 0 and self._wants_segment(nbytes, worker):
+            payload = self._write_segment(flat, target)
+        if payload is None:
+            payload = self._inline(flat, target, nbytes)
+        data = TensorData(target, flat.shape, payload)
+        self.metrics.count(Counter.TENSORS_SENT, data.path)
+        self.metrics.count(Counter.BYTES_SENT, data.path, nbytes)
+        return data
+
+    def cancel(self, data: TensorData) -> bool:
+        """Take ``data`` back: its segment is removed. True when it was still there.
+
+        For a message that was not handed over. Harmless for inline data, and for a segment that is gone already.
+        """
+        if not isinstance(data.payload, ShmHandle):
+            return False
+        removed = _native.unlink_segment(self._shm_dir, data.payload.name)
+        if removed:
+            self.metrics.count(Counter.SEGMENTS_REMOVED, "cancelled")
+        return removed
+
+    @contextlib.contextmanager
+    def guard(self, *data: TensorData) -> Iterator[None]:
+        """Cancel ``data`` if the block raises (cancellation included); the original exception goes on.
+
+        Leaving the block without an exception is the hand-over: from then on the segments are the worker's.
+        """
+        try:
+            yield
+        except BaseException:
+            for item in data:
+                try:
+                    self.cancel(item)
+                except MmcopyError as error:  # must not hide the caller's exception
+                    self.metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
+                    _log.warning("could not take back a segment: %s", error)
+            raise
+
+    def close(self) -> None:
+        """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone."""
+        with self._lock:
+            if self._closed_because is None:
+                self._closed_because = "the sender is closed"
+            owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wants_segment(self, nbytes: int, worker: WorkerSpec | None) -> bool:
+        transport = self.config.resolve(worker)
+        if transport.mode is TransportMode.INLINE or nbytes < transport.shm_min_bytes:
+            return False
+        if transport.mode is TransportMode.SHM:
+            return True
+        theirs = worker.labels.get("shm_namespace_id", "") if worker else ""
+        return theirs != "" and theirs == _native.shm_namespace_id(self._shm_dir)
+
+    def _write_segment(self, flat: FlatArray, target: str) -> ShmHandle | None:
+        try:
+            owner = self._owned()
+            name = owner.next_name()
+            written = _native.write_segment(
+                self._shm_dir,
+                name,
+                flat.data,
+                src_dtype=flat.dtype,
+                dst_dtype=target,
+                num_threads=self._num_threads,
+            )
+        except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
+            reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
+            self.metrics.count(Counter.SHM_WRITE_FAILURES, reason)
+            _log.warning("a tensor goes inline, its segment could not be written: %s", error)
+            return None
+        return ShmHandle(name, 0, written, f"mmcopy:{owner.instance_id}")
+
+    def _inline(self, flat: FlatArray, target: str, nbytes: int) -> Inline:
+        limit = self._inline_max_bytes
+        if limit is not None and nbytes > limit:
+            raise InlineTooLargeError(
+                f"{target} {list(flat.shape)} takes {nbytes} bytes inside the message, "
+                f"inline_max_bytes allows {limit}: raise it, or let the transport use shared memory"
+            )
+        if target == flat.dtype:
+            return Inline(flat.data.tobytes())
+        cast = bytearray(nbytes)
+        _native.cast_into(flat.data, flat.dtype, cast, target, num_threads=self._num_threads)
+        return Inline(cast)
+
+    def _owned(self) -> _native.SegmentOwner:
+        """This sender's name on the host, taken with its first segment; what dead senders left is removed then."""
+        with self._lock:
+            self._check_open()
+            if self._owner is None:
+                names, _ = _native.sweep(self._shm_dir)
+                if names:
+                    self.metrics.count(Counter.SEGMENTS_REMOVED, "swept", len(names))
+                    _log.info("removed %d segments of senders that are gone", len(names))
+                self._owner = _native.SegmentOwner(self._shm_dir)
+            return self._owner
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise ClosedError(self._closed_because)
+
+    def _disown(self) -> None:
+        self._closed_because = "the sender belongs to the process that this one was forked from"
+        self._lock = threading.Lock()  # the parent's may have been held at the fork
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.forget()
+
+
+def _disown_all() -> None:
+    for sender in list(_live):
+        sender._disown()
