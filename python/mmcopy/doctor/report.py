@@ -1,0 +1,91 @@
+"""All checks together: run each, and tell the lines as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from . import gpu, leftovers, machine, shm, versions
+from .line import Line, Status
+
+__all__ = ["as_json", "as_text", "examine", "exit_code"]
+
+
+def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False) -> tuple[Line, ...]:
+    """Look at this machine. Takes a second or a few: torch, where it is installed, is imported in a process of its own.
+
+    Writes one small file into ``shm_dir`` and removes it. ``start_cuda`` creates a CUDA context, in a process of its
+    own. Never raises.
+    """
+    gpus = gpu.GpusFound(())
+
+    def gpu_lines() -> Iterator[Line]:
+        nonlocal gpus
+        gpus = gpu.find_gpus()
+        yield from gpu.lines(gpus, start_cuda=start_cuda)
+
+    # The limits are judged by whether there is a GPU, and so come after it, but are told before it.
+    about_gpus = _guarded("GPUs", gpu_lines)
+    return (
+        *_guarded("versions", versions.lines),
+        *_guarded("shared memory", lambda: shm.lines(shm_dir)),
+        *_guarded("leftovers", lambda: leftovers.lines(shm_dir)),
+        *_guarded("machine", lambda: machine.lines(has_gpu=bool(gpus.gpus), shm_dir=shm_dir)),
+        *about_gpus,
+    )
+
+
+def _guarded(name: str, check: Callable[[], Iterable[Line]]) -> list[Line]:
+    lines: list[Line] = []
+    try:
+        for line in check():
+            lines.append(line)  # one by one: those before the failure are kept
+    except Exception as error:  # the promise: a line, never a traceback
+        found = f"this check failed: {type(error).__name__}: {error}"
+        lines.append(Line(name, Status.PROBLEM, found, "report this line as a bug of mmcopy"))
+    return lines
+
+
+def counts(lines: Iterable[Line]) -> dict[str, int]:
+    """How many lines are good, warnings and problems."""
+    result = {status.value: 0 for status in Status}
+    for line in lines:
+        result[line.status.value] += 1
+    return result
+
+
+def exit_code(lines: Iterable[Line]) -> int:
+    """1 when any line is a problem, else 0."""
+    return 1 if any(line.status is Status.PROBLEM for line in lines) else 0
+
+
+def as_json(lines: Sequence[Line]) -> str:
+    """The report as one object: ``lines``, each with name, status, found and advice, and ``summary``, their counts."""
+    told = [
+        {"name": line.name, "status": line.status.value, "found": line.found, "advice": line.advice} for line in lines
+    ]
+    return json.dumps({"lines": told, "summary": counts(lines)}, indent=2)
+
+
+def summary(lines: Iterable[Line]) -> str:
+    """``"20 good, 1 warning, 0 problems"``"""
+    number = counts(lines)
+    plural = {name: "" if n == 1 else "s" for name, n in number.items()}
+    return (
+        f"{number['good']} good, {number['warning']} warning{plural['warning']}, "
+        f"{number['problem']} problem{plural['problem']}"
+    )
+
+
+def as_text(lines: Sequence[Line], *, width: int = 110) -> str:
+    """The report for a terminal without colours, with the advice under the line that it belongs to."""
+    name_width = max((len(line.name) for line in lines), default=0)
+    indent = " " * (8 + 1 + name_width + 2)
+    text = []
+    for line in lines:
+        head = f"{line.status.value:<8} {line.name:<{name_width}}  "
+        text += textwrap.wrap(head + line.found, width, subsequent_indent=indent, drop_whitespace=True)
+        if line.advice:
+            text += textwrap.wrap(line.advice, width, initial_indent=indent + "-> ", subsequent_indent=indent + "   ")
+    return "\n".join([*text, "", summary(lines)])

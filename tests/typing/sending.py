@@ -1,0 +1,60 @@
+"""Typing tests of the sending side. mypy reads this file, nobody runs it: see `make typecheck`.
+
+A line with ``type: ignore`` must be refused by mypy, for that reason: an ignore that is not needed is an error.
+"""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+import torch
+
+import mmcopy
+from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
+
+
+def every_kind_of_array(sender: Sender, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    assert_type(sender.send(array), TensorData)
+    assert_type(sender.send(torch.zeros(2, 3), dtype="bfloat16"), TensorData)
+    assert_type(sender.send(b"bytes", worker=WorkerSpec("grpc://127.0.0.1:9000")), TensorData)
+    sender.send(array, "bfloat16")  # type: ignore[call-arg]
+    sender.send(array, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    sender.send(array, worker="grpc://127.0.0.1:9000")  # type: ignore[arg-type]
+
+
+def options_are_keywords() -> None:
+    Sender()
+    Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir="/dev/shm", num_threads=4, inline_max_bytes=1 << 22)
+    Sender(TransportConfig(mode=TransportMode.AUTO))
+    Sender(TransportConfig(), "/dev/shm")  # type: ignore[call-arg]
+    Sender(num_threads="4")  # type: ignore[arg-type]
+    Sender("shm")  # type: ignore[arg-type]
+
+
+def lifetime(data: TensorData) -> None:
+    with Sender() as sender:
+        assert_type(sender, Sender)
+        assert_type(sender.cancel(data), bool)
+        with sender.guard(data, data):
+            pass
+
+
+def what_travels(data: TensorData) -> None:
+    assert_type(data.dtype, str)
+    assert_type(data.shape, tuple[int, ...])
+    assert_type(data.nbytes, int)
+    if isinstance(data.payload, ShmHandle):
+        assert_type(data.payload.name, str)
+    else:
+        assert_type(data.payload, Inline)
+    data.dtype = "uint8"  # type: ignore[misc]
+
+
+def settings() -> None:
+    resolved = TransportConfig().resolve()
+    assert_type(resolved.mode, TransportMode)
+    assert_type(resolved.shm_min_bytes, int)
+    assert_type(mmcopy.shm_namespace_id(), str)
+    assert_type(mmcopy.__version__, str)
+    assert_type(mmcopy.DTYPES["bfloat16"], int)
