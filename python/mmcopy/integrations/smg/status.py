@@ -1,0 +1,115 @@
+"""Which gRPC status an error becomes.
+
+SMG's gateway sends a request again, with the same handles, when a worker answers RESOURCE_EXHAUSTED,
+DEADLINE_EXCEEDED, UNAVAILABLE, UNKNOWN, CANCELLED or DATA_LOSS before its first response (seen with smg 1.13.0: five
+attempts). The segments are gone by then, so the second attempt would answer NOT_FOUND and hide the first error.
+Hence a request that named segments never gets one of these codes by itself; one whose bytes came inside the message
+does, since it can be repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmcopy.errors import (
+    ClosedError,
+    DeviceMemoryError,
+    MmcopyError,
+    NoSpaceError,
+    PayloadError,
+    ReceiveTimeoutError,
+    RepeatedHandleError,
+    SegmentKindError,
+    SegmentNameError,
+    SegmentNotFoundError,
+    SegmentPermissionError,
+    SegmentSizeError,
+    UnknownDtypeError,
+    UnsupportedPayloadError,
+)
+
+__all__ = ["RETRIED", "Status", "StatusError", "handler_status", "receive_status"]
+
+CODES: dict[type[Exception], str] = {
+    SegmentNotFoundError: "NOT_FOUND",
+    SegmentPermissionError: "PERMISSION_DENIED",
+    SegmentKindError: "INVALID_ARGUMENT",
+    SegmentNameError: "INVALID_ARGUMENT",
+    SegmentSizeError: "INVALID_ARGUMENT",
+    PayloadError: "INVALID_ARGUMENT",
+    RepeatedHandleError: "INVALID_ARGUMENT",
+    UnknownDtypeError: "INVALID_ARGUMENT",
+    UnsupportedPayloadError: "UNIMPLEMENTED",
+    DeviceMemoryError: "RESOURCE_EXHAUSTED",
+    MemoryError: "RESOURCE_EXHAUSTED",
+    NoSpaceError: "RESOURCE_EXHAUSTED",
+    ReceiveTimeoutError: "DEADLINE_EXCEEDED",
+    ClosedError: "UNAVAILABLE",
+}
+"""By the nearest class in the error's ancestry; INTERNAL for any other."""
+
+RETRIED = frozenset({"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNKNOWN", "CANCELLED", "DATA_LOSS"})
+"""What the gateway answers with another attempt."""
+
+_NAMES = RETRIED | {
+    "ABORTED",
+    "ALREADY_EXISTS",
+    "FAILED_PRECONDITION",
+    "INTERNAL",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "OUT_OF_RANGE",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "UNIMPLEMENTED",
+}
+
+_MESSAGE_CHARS = 1024
+"""A status travels in a header, whose room is limited."""
+
+
+class StatusError(MmcopyError):
+    """What a handler raises to answer with a status of its choice, by its gRPC name: ``StatusError("ABORTED", why)``.
+
+    Mind that the gateway repeats the request, whose segments are consumed, for the codes in ``RETRIED``.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        if code not in _NAMES:
+            raise ValueError(f"no gRPC error status is called {code!r}; known: {', '.join(sorted(_NAMES))}")
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A gRPC code by name, and the message that goes with it."""
+
+    code: str
+    message: str
+
+    def __post_init__(self) -> None:
+        if len(self.message) > _MESSAGE_CHARS:
+            object.__setattr__(self, "message", self.message[: _MESSAGE_CHARS - 3] + "...")
+
+
+def receive_status(error: Exception, *, has_segments: bool) -> Status:
+    """The status of a request whose tensors could not be received."""
+    if isinstance(error, StatusError):
+        return Status(error.code, str(error))
+    code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), "INTERNAL")
+    if has_segments and code in RETRIED:
+        code = "INTERNAL"
+    return Status(code, f"{type(error).__name__}: {error}")
+
+
+def handler_status(error: BaseException) -> Status:
+    """The status of a request whose handler raised."""
+    if isinstance(error, StatusError):
+        return Status(error.code, str(error))
+    code = "UNIMPLEMENTED" if isinstance(error, NotImplementedError) else "INTERNAL"
+    return Status(code, f"the handler raised {type(error).__name__}: {error}")

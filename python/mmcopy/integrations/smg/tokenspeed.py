@@ -1,0 +1,202 @@
+"""TokenSpeed's scheduler and encoder protocols."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from google.protobuf.struct_pb2 import Struct
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import tokenspeed_encoder_pb2 as encoder_pb2
+from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as scheduler_pb2
+
+from mmcopy.errors import PayloadError
+from mmcopy.wire import tokenspeed as wire
+
+from .request import MultimodalItem, Rpc, WorkerRequest, modality_name
+from .rpc import Context, service_handler
+from .service import Service, Wire
+from .status import Status
+
+if TYPE_CHECKING:
+    import grpc
+
+__all__ = ["TokenSpeedService"]
+
+
+class TokenSpeedService(Service):
+    """Both of TokenSpeed's services: an encode worker answers the scheduler's questions too."""
+
+    wire: ClassVar[Wire] = wire
+
+    def handlers(self) -> list[grpc.GenericRpcHandler[Any, Any]]:
+        scheduler = scheduler_pb2.DESCRIPTOR.services_by_name["TokenSpeedScheduler"]
+        encoder = encoder_pb2.DESCRIPTOR.services_by_name["TokenSpeedEncoder"]
+        return [
+            service_handler(
+                scheduler,
+                {
+                    "Generate": self.generate,
+                    "HealthCheck": self.health_check,
+                    "Abort": self.abort,
+                    "GetModelInfo": self.get_model_info,
+                    "GetServerInfo": self.get_server_info,
+                    "GetLoads": self.get_loads,
+                },
+            ),
+            service_handler(encoder, {"Encode": self.encode}),
+        ]
+
+    async def generate(self, request: scheduler_pb2.GenerateRequest, context: Context) -> Status | None:
+        def chunk(batch: Sequence[int], prompt_tokens: int, completion_tokens: int) -> scheduler_pb2.GenerateResponse:
+            return scheduler_pb2.GenerateResponse(
+                request_id=request.request_id,
+                chunk=scheduler_pb2.GenerateStreamChunk(
+                    token_ids=batch, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+                ),
+            )
+
+        def complete(
+            ids: Sequence[int], reason: str, prompt_tokens: int, completion_tokens: int
+        ) -> scheduler_pb2.GenerateResponse:
+            return scheduler_pb2.GenerateResponse(
+                request_id=request.request_id,
+                complete=scheduler_pb2.GenerateComplete(
+                    output_ids=ids,
+                    finish_reason=reason,
+                    prompt_tokens=prompt_tokens,
+                    completion_tokens=completion_tokens,
+                ),
+            )
+
+        return await self._generate(request, context, chunk, complete)
+
+    async def encode(
+        self, request: encoder_pb2.EncodeRequest, _context: Context
+    ) -> encoder_pb2.EncodeResponse | Status:
+        async def serve(received: WorkerRequest) -> encoder_pb2.EncodeResponse:
+            await self._handler.encode(received)
+            return encoder_pb2.EncodeResponse(accepted=True)
+
+        # The gateway removes the segments as soon as this call ends: nothing may be left to read after the answer.
+        return await self._serve("encode", request, serve)
+
+    async def abort(self, request: scheduler_pb2.AbortRequest, _context: Context) -> scheduler_pb2.AbortResponse:
+        running = self._running.abort(request.request_id)
+        return scheduler_pb2.AbortResponse(
+            success=running, message="" if running else f"no request {request.request_id!r} is running"
+        )
+
+    async def health_check(
+        self, _request: scheduler_pb2.HealthCheckRequest, _context: Context
+    ) -> scheduler_pb2.HealthCheckResponse:
+        return scheduler_pb2.HealthCheckResponse(healthy=True, message="serving")
+
+    async def get_model_info(
+        self, _request: scheduler_pb2.GetModelInfoRequest, _context: Context
+    ) -> scheduler_pb2.GetModelInfoResponse:
+        model = self._model
+        return scheduler_pb2.GetModelInfoResponse(
+            model_path=model.model_path,
+            tokenizer_path=model.model_path,
+            served_model_name=model.served_model_name,
+            model_type=model.model_type,
+            architectures=model.architectures,
+            max_context_length=model.max_context_length,
+            max_req_input_len=model.max_context_length - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            supports_vision="image" in model.modalities or "video" in model.modalities,
+            supports_multimodal=bool(model.modalities),
+            supported_modalities=[common_pb2.Modality.Value(name.upper()) for name in model.modalities],
+            model_dtype=self._advertisement.encoder_dtype,
+            multimodal_encoder_dtype=self._advertisement.encoder_dtype,
+        )
+
+    async def get_server_info(
+        self, _request: scheduler_pb2.GetServerInfoRequest, _context: Context
+    ) -> scheduler_pb2.GetServerInfoResponse:
+        server_args, scheduler_info = Struct(), Struct()
+        server_args.update(
+            {
+                "model": self._model.model_path,
+                "tokenizer": self._model.model_path,
+                "served_model_name": self._model.served_model_name,
+                "tp_size": 1,
+                "dp_size": 1,
+            }
+        )
+        if self._advertisement.shm_namespace_id:
+            scheduler_info["shm_namespace_id"] = self._advertisement.shm_namespace_id
+        info = scheduler_pb2.GetServerInfoResponse(
+            server_args=server_args,
+            scheduler_info=scheduler_info,
+            active_requests=len(self._running),
+            uptime_seconds=time.time() - self._started,
+            max_total_num_tokens=self._model.max_context_length,
+            tokenspeed_version=self._advertisement.version,
+        )
+        info.start_time.FromSeconds(int(self._started))
+        self._handler.server_info(info)
+        return info
+
+    async def get_loads(
+        self, _request: scheduler_pb2.GetLoadsRequest, _context: Context
+    ) -> scheduler_pb2.GetLoadsResponse:
+        load = scheduler_pb2.SchedulerLoad(
+            num_running_reqs=len(self._running),
+            num_total_reqs=len(self._running),
+            max_total_num_tokens=self._model.max_context_length,
+        )
+        return scheduler_pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=self._advertisement.version,
+            dp_rank_count=1,
+            loads=[load],
+        )
+
+    def _describe(self, rpc: Rpc, message: Any) -> WorkerRequest:
+        items = tuple(map(_item, message.mm_inputs.items))
+        if rpc == "encode":
+            rooms = tuple(assignment.bootstrap_room for assignment in message.items)
+            if not items or len(rooms) != len(items):
+                raise PayloadError(f"Encode has {len(items)} items and {len(rooms)} rooms, want one room an item")
+            return WorkerRequest(
+                engine="tokenspeed",
+                rpc=rpc,
+                request_id=message.request_id,
+                items=items,
+                input_ids=(),
+                stream=False,
+                max_new_tokens=None,
+                bootstrap_rooms=rooms,
+                receive_s=0.0,
+                message=message,
+            )
+        sampling = message.sampling_params
+        self._refuse_several(sampling.n)
+        return WorkerRequest(
+            engine="tokenspeed",
+            rpc=rpc,
+            request_id=message.request_id,
+            items=items,
+            input_ids=tuple(message.tokenized.input_ids),
+            stream=message.stream,
+            max_new_tokens=sampling.max_new_tokens if sampling.HasField("max_new_tokens") else None,
+            bootstrap_rooms=tuple(item.bootstrap_room for item in message.encode_bootstrap_info.items),
+            receive_s=0.0,
+            message=message,
+        )
+
+
+def _item(item: scheduler_pb2.MultimodalItem) -> MultimodalItem:
+    return MultimodalItem(
+        modality=modality_name(item.modality),
+        content_hashes=(item.content_hash,) if item.content_hash else (),
+        tensors={},
+        data={},
+        placeholders=tuple((p.offset, p.length) for p in item.placeholders),
+        placeholder_token_id=item.placeholder_token_id if item.HasField("placeholder_token_id") else None,
+    )

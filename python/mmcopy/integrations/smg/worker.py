@@ -1,0 +1,221 @@
+"""A worker that SMG's gateway talks to, with mmcopy as its receiving side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, get_args
+
+from mmcopy._native import __version__
+from mmcopy._native import shm_namespace_id as own_namespace_id
+from mmcopy.errors import ClosedError, ConfigError, MissingDependencyError
+from mmcopy.receiver import Receiver
+from mmcopy.tensors import DTYPES, ShmHandle, TensorData
+
+from .intake import Intake
+from .model import ModelInfo
+from .request import Engine, WorkerRequest
+from .running import RunningCalls
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from .service import Service
+
+__all__ = ["SmgWorker"]
+
+_log = logging.getLogger(__name__)
+
+_STOP_LIMIT_S = 10.0
+"""How long ``stop`` waits for calls it cancelled, and for copies that cannot be interrupted."""
+
+
+class SmgWorker:
+    """Speaks one engine's protocol to SMG's gateway; subclass it and write :meth:`generate`, :meth:`encode` or both.
+
+    ``engine`` ``"tokenspeed"`` serves TokenSpeed's scheduler and encoder services, ``"vllm"`` vLLM's engine service.
+    Every tensor of a request is received with ``receiver`` on one of ``receive_threads`` threads before the handler
+    is called, and its segments are removed on success, on error and on cancellation. A receive that takes longer than
+    ``receive_timeout_s``, waiting for a thread included, fails its request alone.
+
+    The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default), and
+    ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
+    directory, "": none is told, so that ``auto`` sends inline). ``port`` 0 takes a free one.
+
+    The methods other than :meth:`receive` belong to one event loop. The receiver stays the caller's: close it after
+    :meth:`stop`. Raises :class:`mmcopy.ConfigError` for a bad argument.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        receiver: Receiver,
+        *,
+        engine: Engine = "tokenspeed",
+        encoder_dtype: str = "bfloat16",
+        shm_namespace_id: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        receive_threads: int = 2,
+        receive_timeout_s: float = 60.0,
+    ) -> None:
+        if engine not in get_args(Engine):
+            raise ConfigError(f"engine is {engine!r}, want one of {', '.join(get_args(Engine))}")
+        if encoder_dtype and encoder_dtype not in DTYPES:
+            raise ConfigError(f"encoder_dtype is {encoder_dtype!r}, want '' or one of {', '.join(DTYPES)}")
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port is {port}, want 0 to 65535")
+        if receive_threads < 1:
+            raise ConfigError(f"receive_threads is {receive_threads}, want 1 or more")
+        if not receive_timeout_s > 0:
+            raise ConfigError(f"receive_timeout_s is {receive_timeout_s}, want more than 0")
+        self.model = model
+        self.receiver = receiver
+        self.engine: Engine = engine
+        self.encoder_dtype = encoder_dtype
+        self.host = host
+        self.port = port
+        if shm_namespace_id is None:
+            shm_namespace_id = own_namespace_id(receiver.shm_dir)
+        self.shm_namespace_id = shm_namespace_id
+        self._receive_threads = receive_threads
+        self._receive_timeout_s = receive_timeout_s
+        self._running = RunningCalls()
+        self._started = False
+        self._server: grpc.aio.Server | None = None
+        self._intake: Intake | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """What the gateway is given: ``grpc://host:port``. The port is known after :meth:`start`."""
+        return f"grpc://{_authority(self.host, self.port)}"
+
+    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+        """One request's tensors by label (``item0.encoder_input``, ``input0.pixel_values``), on the device.
+
+        Runs on a receiving thread, several at a time. Override it to observe or to time, and call this one: it is what
+        removes the segments of a request that succeeds.
+        """
+        return self.receiver.receive(tensors)
+
+    def release(self, handles: Sequence[ShmHandle]) -> None:
+        """Remove segments of a request that is refused or given up. Runs on a thread; the segments may be gone."""
+        self.receiver.release(handles)
+
+    def generate(self, request: WorkerRequest) -> AsyncIterator[Sequence[int]]:
+        """Override with an async generator of token id batches; each is one chunk where the client streams.
+
+        Raising answers with an error status: INTERNAL, or that of a :class:`StatusError`. A call that is cancelled or
+        aborted raises ``asyncio.CancelledError`` where the generator awaits.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not generate")
+
+    async def encode(self, request: WorkerRequest) -> None:
+        """Override to take an item for encoding (TokenSpeed, EPD). Returning accepts it.
+
+        The tensors are this worker's to keep; the gateway waits for the return only. Raising answers with an error
+        status: INTERNAL, or that of a :class:`StatusError`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not encode")
+
+    def finish(self, request: WorkerRequest, message: Any) -> None:
+        """Override to add to the final ``GenerateResponse`` of a request, for example vLLM's transfer parameters."""
+
+    def server_info(self, message: Any) -> None:
+        """Override to add to the ``GetServerInfoResponse``, for example vLLM's ``kv_connector``."""
+
+    async def start(self) -> int:
+        """Listen, and return the port. Calls are served from now on.
+
+        Raises :class:`mmcopy.ConfigError` when the address cannot be had, :class:`mmcopy.MissingDependencyError`
+        without grpcio or smg-grpc-proto, :class:`mmcopy.ClosedError` when the worker was started before.
+        """
+        if self._started:
+            raise ClosedError(f"the worker at {self.address} was started already; make a new one")
+        try:
+            import grpc.aio
+
+            from .health import health_handlers
+        except ImportError as error:
+            raise MissingDependencyError(f"a worker needs grpcio ({error}): pip install 'mmcopy[smg]'") from error
+        intake = Intake(
+            self.receive, self.release, num_threads=self._receive_threads, timeout_s=self._receive_timeout_s
+        )
+        service = self._service(intake)
+        server = grpc.aio.server(
+            options=[
+                # Inline pixels exceed gRPC's default of 4 MiB by far.
+                ("grpc.max_receive_message_length", -1),
+                # Otherwise a second worker on this port would silently take half of the calls.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        server.add_generic_rpc_handlers([*service.handlers(), *health_handlers(lambda: self._stopping is None)])
+        try:
+            port = server.add_insecure_port(_authority(self.host, self.port))
+        except RuntimeError as error:
+            # Only a server that ran lets go of its descriptors when it is stopped.
+            await server.start()
+            await server.stop(None)
+            raise ConfigError(f"cannot listen on {_authority(self.host, self.port)}: {error}") from error
+        await server.start()
+        self._started, self.port, self._server, self._intake = True, port, server, intake
+        _log.info("%s worker for %r listens on %s", self.engine, self.model.served_model_name, self.address)
+        return self.port
+
+    async def wait(self) -> None:
+        """Return when the worker has stopped."""
+        if self._server is not None:
+            await self._server.wait_for_termination()
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Refuse new calls, let the running ones end for ``grace_s`` seconds, cancel the rest, let go of all.
+
+        When it returns no thread of the worker is left and no segment it was handed; only a copy that does not end
+        within ten seconds more is left behind, with a warning. Idempotent; a second call waits for the first.
+        """
+        if self._server is not None and self._intake is not None and self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(self._server, self._intake, grace_s))
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _stop(self, server: grpc.aio.Server, intake: Intake, grace_s: float) -> None:
+        await server.stop(grace_s)
+        calls = await self._running.wait(_STOP_LIMIT_S)
+        copies = await intake.close(_STOP_LIMIT_S)
+        # They refer back to this worker: gRPC's threads and descriptors would live until the cycle is collected.
+        self._server = self._intake = None
+        if calls or copies:
+            _log.warning("%s: %d calls and %d receives did not end and are left behind", self.address, calls, copies)
+        _log.info("the worker on %s has stopped", self.address)
+
+    def _service(self, intake: Intake) -> Service:
+        try:
+            from .service import Advertisement
+            from .tokenspeed import TokenSpeedService
+            from .vllm import VllmService
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"a worker needs smg-grpc-proto ({error}): pip install 'mmcopy[smg]'"
+            ) from error
+        advertisement = Advertisement(self.shm_namespace_id, self.encoder_dtype, f"mmcopy-{__version__}")
+        service = VllmService if self.engine == "vllm" else TokenSpeedService
+        return service(self, intake, self._running, self.model, advertisement)
+
+
+def _authority(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,68 @@
+"""TokenSpeed's messages, as SMG's gateway sends them to schedulers and to encode workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from mmcopy.tensors import ShmHandle, TensorData
+
+from . import payload
+
+if TYPE_CHECKING:
+    from smg_grpc_proto.generated import tokenspeed_encoder_pb2, tokenspeed_scheduler_pb2
+
+    Request: TypeAlias = tokenspeed_scheduler_pb2.GenerateRequest | tokenspeed_encoder_pb2.EncodeRequest
+    TensorMessage: TypeAlias = tokenspeed_scheduler_pb2.TensorData
+
+__all__ = ["ENCODER_INPUT", "each_tensor", "from_proto", "handles_of", "label_of", "tensors_of", "to_proto"]
+
+ENCODER_INPUT = "encoder_input"
+"""The name, among an item's tensors, of the one that the encoder takes."""
+
+
+def to_proto(data: TensorData) -> TensorMessage:
+    """``data`` as a TokenSpeed ``TensorData`` message; inline bytes are copied.
+
+    Raises :class:`mmcopy.InlineTooLargeError` and :class:`mmcopy.PayloadError` for what a message cannot hold.
+    """
+    message: TensorMessage = payload.generated("tokenspeed_scheduler_pb2").TensorData()
+    return payload.fill(message, data)
+
+
+def from_proto(message: TensorMessage) -> TensorData:
+    """The tensor in a TokenSpeed ``TensorData`` message; inline bytes are copied, segments are not opened.
+
+    Raises :class:`mmcopy.PayloadError`, :class:`mmcopy.UnknownDtypeError` or :class:`mmcopy.UnsupportedPayloadError`.
+    """
+    return payload.read(message)
+
+
+def each_tensor(request: Request) -> Iterator[tuple[int, str, TensorMessage]]:
+    """(item index, tensor name, message) of every tensor of a ``GenerateRequest`` or an ``EncodeRequest``.
+
+    The encoder input comes first within its item, then the side tensors by name.
+    """
+    for index, item in enumerate(request.mm_inputs.items):
+        if item.HasField("encoder_input"):
+            yield index, ENCODER_INPUT, item.encoder_input
+        for name in sorted(item.model_specific_tensors):
+            yield index, name, item.model_specific_tensors[name]
+
+
+def label_of(index: int, name: str) -> str:
+    """How :func:`tensors_of` calls the tensor ``name`` of the item at ``index``."""
+    return f"item{index}.{name}"
+
+
+def tensors_of(request: Request) -> dict[str, TensorMessage]:
+    """Every tensor message of a request by label: ``item0.encoder_input``, ``item0.image_grid_thw``, ...
+
+    Raises :class:`mmcopy.PayloadError` when two of them have one label.
+    """
+    return payload.by_label(label_of, each_tensor(request))
+
+
+def handles_of(request: Request) -> list[ShmHandle]:
+    """Every segment that a request names, also those of tensors that :func:`from_proto` refuses."""
+    return list(payload.handles_of(each_tensor(request)))

@@ -1,0 +1,84 @@
+"""vLLM's messages, as SMG's gateway sends them: one tensor covers all items of a modality."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from mmcopy.tensors import ShmHandle, TensorData
+
+from . import payload
+
+if TYPE_CHECKING:
+    from smg_grpc_proto.generated import vllm_engine_pb2
+
+    Request: TypeAlias = vllm_engine_pb2.GenerateRequest
+    TensorMessage: TypeAlias = vllm_engine_pb2.TensorData
+
+__all__ = [
+    "PIXEL_VALUES",
+    "each_input",
+    "each_tensor",
+    "from_proto",
+    "handles_of",
+    "label_of",
+    "tensors_of",
+    "to_proto",
+]
+
+PIXEL_VALUES = "pixel_values"
+"""The name, among an input's tensors, of the one that the encoder takes."""
+
+
+def to_proto(data: TensorData) -> TensorMessage:
+    """``data`` as a vLLM ``TensorData`` message; inline bytes are copied.
+
+    Raises :class:`mmcopy.InlineTooLargeError` and :class:`mmcopy.PayloadError` for what a message cannot hold.
+    """
+    message: TensorMessage = payload.generated("vllm_engine_pb2").TensorData()
+    return payload.fill(message, data)
+
+
+def from_proto(message: TensorMessage) -> TensorData:
+    """The tensor in a vLLM ``TensorData`` message; inline bytes are copied, segments are not opened.
+
+    Raises :class:`mmcopy.PayloadError`, :class:`mmcopy.UnknownDtypeError` or :class:`mmcopy.UnsupportedPayloadError`.
+    """
+    return payload.read(message)
+
+
+def each_input(request: Request) -> Iterator[vllm_engine_pb2.MultimodalInputs]:
+    """The request's inputs, one a modality: ``mm_inputs`` where it is set, then ``extra_mm_inputs``."""
+    if request.HasField("mm_inputs"):
+        yield request.mm_inputs
+    yield from request.extra_mm_inputs
+
+
+def each_tensor(request: Request) -> Iterator[tuple[int, str, TensorMessage]]:
+    """(input index, tensor name, message) of every tensor of a ``GenerateRequest``.
+
+    ``pixel_values`` comes first within its input, then the side tensors by name.
+    """
+    for index, inputs in enumerate(each_input(request)):
+        if inputs.HasField("pixel_values"):
+            yield index, PIXEL_VALUES, inputs.pixel_values
+        for name in sorted(inputs.model_specific_tensors):
+            yield index, name, inputs.model_specific_tensors[name]
+
+
+def label_of(index: int, name: str) -> str:
+    """How :func:`tensors_of` calls the tensor ``name`` of the input at ``index``."""
+    return f"input{index}.{name}"
+
+
+def tensors_of(request: Request) -> dict[str, TensorMessage]:
+    """Every tensor message of a request by label: ``input0.pixel_values``, ``input0.image_grid_thw``, ...
+
+    Raises :class:`mmcopy.PayloadError` when two of them have one label.
+    """
+    return payload.by_label(label_of, each_tensor(request))
+
+
+def handles_of(request: Request) -> list[ShmHandle]:
+    """Every segment that a request names, also those of tensors that :func:`from_proto` refuses."""
+    return list(payload.handles_of(each_tensor(request)))
