@@ -120,16 +120,16 @@ class Service(ABC):
                     _log.debug("%s %s was cancelled", rpc, message.request_id)
                     raise
                 else:
-                    status = handler_status(error)
+                    status = handler_status(error, has_segments=bool(handles))
                     _log.warning("%s %s: %s", rpc, message.request_id, status.message)
             except ReplyLostError as error:
                 _log.debug("%s %s: the reply is lost: %s", rpc, message.request_id, error)
                 raise
             except StatusError as error:
-                status = handler_status(error)
+                status = handler_status(error, has_segments=bool(handles))
                 _log.warning("%s %s: the handler answers %s: %s", rpc, message.request_id, error.code, error)
             except Exception as error:
-                status = handler_status(error)
+                status = handler_status(error, has_segments=bool(handles))
                 _log.exception("%s %s: the handler failed", rpc, message.request_id)
         return status
 

@@ -71,7 +71,8 @@ _MESSAGE_CHARS = 1024
 class StatusError(MmcopyError):
     """What a handler raises to answer with a status of its choice, by its gRPC name: ``StatusError("ABORTED", why)``.
 
-    Mind that the gateway repeats the request, whose segments are consumed, for the codes in ``RETRIED``.
+    A code in ``RETRIED`` becomes INTERNAL, with the code in front of the message, when the request named segments: they
+    are consumed, so the gateway's second attempt could only fail, and would hide this error.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -100,16 +101,22 @@ class Status:
 def receive_status(error: Exception, *, has_segments: bool) -> Status:
     """The status of a request whose tensors could not be received."""
     if isinstance(error, StatusError):
-        return Status(error.code, str(error))
+        return _chosen(error, has_segments)
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), "INTERNAL")
     if has_segments and code in RETRIED:
         code = "INTERNAL"
     return Status(code, f"{type(error).__name__}: {error}")
 
 
-def handler_status(error: BaseException) -> Status:
+def handler_status(error: BaseException, *, has_segments: bool) -> Status:
     """The status of a request whose handler raised."""
     if isinstance(error, StatusError):
-        return Status(error.code, str(error))
+        return _chosen(error, has_segments)
     code = "UNIMPLEMENTED" if isinstance(error, NotImplementedError) else "INTERNAL"
     return Status(code, f"the handler raised {type(error).__name__}: {error}")
+
+
+def _chosen(error: StatusError, has_segments: bool) -> Status:
+    if has_segments and error.code in RETRIED:
+        return Status("INTERNAL", f"{error.code}: {error}")
+    return Status(error.code, str(error))

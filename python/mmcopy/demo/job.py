@@ -1,0 +1,272 @@
+"""The whole run: workers, then the gateway, then the requests, then everything stopped, then the judgement."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mmcopy.errors import ConfigError
+
+from .checks import Checker, Linked, Row, Sent, is_primary, linked
+from .families import Family
+from .gateway import Gateway
+from .leftovers import Leftover, Leftovers
+from .model_dir import write_model_dir
+from .pictures import Hand
+from .worker_process import NIXL, WorkerProcess
+
+__all__ = ["ROLES", "Job", "Outcome", "default_framework", "missing", "run_job"]
+
+ROLES = {"regular": ("regular",), "pd": ("prefill", "decode"), "epd": ("encode", "prefill", "decode")}
+BOOTSTRAP_PORTS = {"encode": 9000, "prefill": 9101}  # told to the gateway and passed on; nobody connects to them
+WORKER_START_LIMIT_S = 120.0
+GATEWAY_START_LIMIT_S = 30.0
+REQUEST_LIMIT_S = 120.0
+REPORT_LIMIT_S = 20.0
+SETTLE_LIMIT_S = 2.0
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run. Raises :class:`ConfigError` for a combination that there is no gateway for."""
+
+    family: Family
+    hands: Sequence[Hand]
+    engine: Literal["tokenspeed", "vllm"] = "tokenspeed"
+    topology: Literal["regular", "pd", "epd"] = "regular"
+    transport: str = "shm"
+    shm_min_bytes: int | None = None
+    device: str = "cpu"
+    framework: Literal["torch", "numpy"] = "torch"
+    encoder_dtype: str = "bfloat16"
+    requests: int = 1
+    concurrency: int = 1
+
+    def __post_init__(self) -> None:
+        if self.engine == "vllm" and self.topology == "epd":
+            raise ConfigError("topology epd needs engine tokenspeed: SMG has no encode workers for vllm")
+        if self.engine == "tokenspeed" and self.encoder_dtype == "uint8":
+            raise ConfigError("encoder dtype uint8 needs engine vllm: TokenSpeed workers take normalised pixels")
+        for name in ("requests", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, want 1 or more")
+
+
+@dataclass
+class Outcome:
+    """What a run gave."""
+
+    sent: list[Sent] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+    device: str = ""
+    wall_s: float = 0.0
+
+    @property
+    def mismatches(self) -> int:
+        return sum(bool(row.fault) for row in self.rows)
+
+    @property
+    def good(self) -> bool:
+        return not (self.mismatches or self.faults or self.leftovers)
+
+    def bytes_by(self, path: str) -> int:
+        return sum(row.nbytes for row in self.rows if row.path == path)
+
+    def count_by(self, path: str) -> int:
+        return sum(row.path == path for row in self.rows)
+
+
+def default_framework(device: str) -> Literal["torch", "numpy"]:
+    """torch, or numpy on the CPU of a machine without it."""
+    return "numpy" if device == "cpu" and importlib.util.find_spec("torch") is None else "torch"
+
+
+def run_job(
+    job: Job, *, poll: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda _: None
+) -> Outcome:
+    """Runs it and stops everything it started, whatever happens. Blocks for seconds.
+
+    ``poll`` is called in every wait and may raise to stop the run; ``say`` is told what happens next. Raises
+    :class:`mmcopy.MmcopyError` when a worker or the gateway does not start; what goes wrong later is in the outcome.
+    """
+    outcome = Outcome()
+    leftovers = Leftovers()
+    gateway: Gateway | None = None
+    workers: list[WorkerProcess] = []
+    start = time.monotonic()
+
+    def look() -> list[Leftover]:
+        pids = [] if gateway is None else gateway.pids
+        return leftovers.found(gateway_pids=pids, handed=_handed(workers))
+
+    try:
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcopy-demo-")))
+            model_dir = write_model_dir(job.family, directory / "model")
+            say("starting the workers")
+            workers += _workers(job, model_dir, directory)
+            for worker in workers:
+                stack.callback(worker.stop)
+                worker.start()
+            for worker in workers:
+                worker.wait_until_ready(start + WORKER_START_LIMIT_S, poll)
+            outcome.device = workers[0].device
+            say("starting the gateway")
+            gateway = _gateway(job, model_dir, directory, workers, poll)
+            stack.callback(gateway.stop)
+            gateway.start()
+            say("sending the requests")
+            outcome.sent = _send(job, gateway, poll)
+            _wait_for_reports(job, outcome.sent, workers, poll)
+            leftovers.settle(look, limit_s=SETTLE_LIMIT_S, poll=poll)
+            outcome.wall_s = time.monotonic() - start
+            say("stopping, and checking")
+    finally:
+        # Everything that could use them has ended: these segments have no owner but us.
+        outcome.leftovers = look()
+        leftovers.remove(outcome.leftovers)
+    _judge(job, outcome, workers)
+    return outcome
+
+
+def _workers(job: Job, model_dir: Path, directory: Path) -> list[WorkerProcess]:
+    return [
+        WorkerProcess(
+            model_dir,
+            served_model_name=job.family.served_name,
+            log_path=directory / f"{role}.log",
+            role=role,
+            engine=job.engine,
+            device=job.device,
+            framework=job.framework,
+            encoder_dtype=job.encoder_dtype,
+            bootstrap_port=BOOTSTRAP_PORTS.get(role) if job.engine == "tokenspeed" else None,
+            kv_connector=NIXL if job.engine == "vllm" and job.topology == "pd" else "",
+        )
+        for role in ROLES[job.topology]
+    ]
+
+
+def _gateway(
+    job: Job, model_dir: Path, directory: Path, workers: Sequence[WorkerProcess], poll: Callable[[], None]
+) -> Gateway:
+    return Gateway(
+        model_dir,
+        [worker.address for worker in workers],
+        topology=job.topology,
+        transport=job.transport,
+        shm_min_bytes=job.shm_min_bytes,
+        # The gateway preprocesses, also for engines that could do it themselves.
+        flags=["--mm-processing", "router"],
+        model=job.family.served_name,
+        log_path=directory / "gateway.log",
+        start_timeout_s=GATEWAY_START_LIMIT_S,
+        shutdown_grace_s=0,
+        poll=poll,
+    )
+
+
+def _send(job: Job, gateway: Gateway, poll: Callable[[], None]) -> list[Sent]:
+    """All requests, ``concurrency`` at a time, in the order of their numbers."""
+
+    def one(number: int, hand: Hand) -> Sent:
+        images = [picture.file for picture in hand.pictures]
+        reply = gateway.chat(images=images, videos=hand.videos, timeout_s=REQUEST_LIMIT_S)
+        if reply.status == 200:
+            return Sent(number, hand, reply.id)
+        return Sent(number, hand, "", f"status {reply.status}: {reply.text.strip()[:400]}")
+
+    with _pool(job.concurrency) as pool:
+        futures: list[Future[Sent]] = [
+            pool.submit(one, number + 1, job.hands[number % len(job.hands)]) for number in range(job.requests)
+        ]
+        waiting = set(futures)
+        while waiting:
+            poll()
+            _, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Like the pool's own ``with``, but an interruption does not wait: the requests end when the gateway does."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="chat")
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _wait_for_reports(
+    job: Job, sent: Sequence[Sent], workers: Sequence[WorkerProcess], poll: Callable[[], None]
+) -> None:
+    """Until every answered request was reported by every leg: with epd, encoding runs beside the answer."""
+    wanted = sum(_wanted_reports(job, each) for each in sent)
+    deadline = time.monotonic() + REPORT_LIMIT_S
+    while len(linked(sent, _reports(workers))) < wanted and time.monotonic() < deadline:
+        poll()
+        time.sleep(POLL_S)
+
+
+def _wanted_reports(job: Job, sent: Sent) -> int:
+    if not sent.id:
+        return 0
+    generate = [role for role in ROLES[job.topology] if role != "encode"]
+    encode = len(sent.hand.pictures) + len(sent.hand.videos) if job.topology == "epd" else 0
+    return len(generate) + encode
+
+
+def _judge(job: Job, outcome: Outcome, workers: Sequence[WorkerProcess]) -> None:
+    checker = Checker(job.family, engine=job.engine, dtype=job.encoder_dtype, device=outcome.device)
+    links = linked(outcome.sent, _reports(workers))
+    for link in links:
+        outcome.rows += checker.rows(link)
+    for sent in outcome.sent:
+        if sent.error:
+            outcome.faults.append(f"request {sent.number} failed: {sent.error}")
+        else:
+            outcome.faults += missing(job, sent, [link for link in links if link.sent is sent])
+    for worker in workers:
+        outcome.faults += [
+            f"the {line['role']} worker refused a tensor: {line['error']}" for line in worker.reports("failed")
+        ]
+
+
+def missing(job: Job, sent: Sent, links: Sequence[Linked]) -> list[str]:
+    """What a request that was answered should have brought, and did not."""
+    faults = []
+    if len(links) != _wanted_reports(job, sent):
+        faults.append(
+            f"request {sent.number}: {len(links)} of {_wanted_reports(job, sent)} calls were reported by the workers"
+        )
+    media = len(sent.hand.pictures) + len(sent.hand.videos)
+    kinds = bool(sent.hand.pictures) + bool(sent.hand.videos)
+    wanted = kinds if job.engine == "vllm" else media
+    found = sum(is_primary(t["name"]) for link in links for item in link.report["items"] for t in item["tensors"])
+    if found != wanted:
+        faults.append(f"request {sent.number}: {found} of {wanted} encoder inputs arrived")
+    return faults
+
+
+def _reports(workers: Sequence[WorkerProcess]) -> list[dict[str, Any]]:
+    return [line for worker in workers for line in worker.reports("request")]
+
+
+def _handed(workers: Sequence[WorkerProcess]) -> list[str]:
+    names = []
+    for line in _reports(workers):
+        for item in line["items"]:
+            names += [tensor["segment"] for tensor in item["tensors"] if tensor["segment"]]
+    return names

@@ -1,0 +1,172 @@
+"""What a run gave, as a table that people read and as one line that programs read."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, TextIO
+
+from mmcopy.errors import MissingDependencyError
+
+from .checks import Row
+from .job import ROLES, Job, Outcome
+from .pictures import Hand
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["console_for", "human_bytes", "human_seconds", "json_line", "print_report"]
+
+PIPED_WIDTH = 120
+
+
+def json_line(outcome: Outcome) -> str:
+    """One JSON object in one line."""
+    return json.dumps(
+        {
+            "requests": len(outcome.sent),
+            "tensors": len(outcome.rows),
+            "mismatches": outcome.mismatches,
+            "paths": {"inline": outcome.count_by("inline"), "segment": outcome.count_by("segment")},
+            "leftover_segments": len(outcome.leftovers),
+            "device": outcome.device,
+        }
+    )
+
+
+def console_for(stream: TextIO) -> Console:
+    """A rich console; wide enough for the table, and without colours, where ``stream`` is not a terminal."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingDependencyError("rich is not installed: pip install 'mmcopy[demo]'") from error
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else PIPED_WIDTH)
+
+
+def print_report(console: Console, job: Job, outcome: Outcome) -> None:
+    """The table, what went wrong, what was left in shared memory, and the verdict."""
+    console.print(_table(job, outcome, roomy=console.width >= 100))
+    console.print()
+    console.print(_totals(outcome))
+    for row in outcome.rows:
+        if row.fault:
+            what = _plain(f"request {row.request}, {row.role}, {row.tensor}: {row.fault}")
+            console.print(f"[bold red]mismatch[/] {what}")
+    for fault in outcome.faults:
+        console.print(f"[bold red]failure[/] {_plain(fault)}")
+    if any("SegmentNotFoundError" in fault for fault in outcome.faults) and _legs_share_segments(job):
+        console.print(
+            "[yellow]note[/] with pd and epd SMG gives both legs the same segment for a side tensor of --shm-min-bytes "
+            "or more, and the first of them to read it removes it: choose a threshold above the side tensors' size"
+        )
+    if outcome.leftovers:
+        total = sum(leftover.nbytes for leftover in outcome.leftovers)
+        console.print(
+            f"[bold red]left in shared memory[/] {len(outcome.leftovers)} segments, {human_bytes(total)} (removed now):"
+        )
+        for leftover in outcome.leftovers:
+            console.print(f"  {_plain(leftover.name)}  {human_bytes(leftover.nbytes)}")
+    else:
+        console.print("left in shared memory: nothing")
+    good = "[bold green]everything arrived, and every byte is right[/]"
+    console.print(good if outcome.good else "[bold red]this run failed[/]")
+
+
+def _legs_share_segments(job: Job) -> bool:
+    return job.engine == "tokenspeed" and job.topology != "regular" and job.shm_min_bytes is not None
+
+
+def _table(job: Job, outcome: Outcome, *, roomy: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    several = len(ROLES[job.topology]) > 1
+    who = f"{job.engine} worker{'s' * several} ({job.topology})"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{job.family.name}: SMG gateway -> {who} on {outcome.device}",
+        caption=_caption(job),
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        caption_style="dim",
+        padding=(0, int(roomy)),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("tensor", overflow="fold", min_width=23)
+    table.add_column("dtype", no_wrap=True, min_width=8)
+    table.add_column("shape", overflow="fold", min_width=10)
+    table.add_column("path", no_wrap=True, min_width=7)
+    table.add_column("bytes", justify="right", no_wrap=True, min_width=9)
+    table.add_column("time", justify="right", no_wrap=True, min_width=8)
+    table.add_column("check", no_wrap=True, min_width=8)
+    hands = {sent.number: sent.hand for sent in outcome.sent}
+    for (number, role), rows in groupby(outcome.rows, key=lambda row: (row.request, row.role)):
+        where = f", {role}" if several else ""
+        table.add_row(f"[bold]request {number}{where}:[/][dim] {_plain(_summary(hands[number]))}[/]")
+        for row in rows:
+            table.add_row(*_cells(row))
+        table.add_section()
+    return table
+
+
+def _summary(hand: Hand) -> str:
+    names = [picture.name for picture in hand.pictures] + ["video"] * len(hand.videos)
+    return names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "") if names else ""
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        _plain(row.tensor),
+        row.dtype,
+        "x".join(map(str, row.shape)) or "scalar",
+        "[green]segment[/]" if row.path == "segment" else "inline",
+        human_bytes(row.nbytes),
+        human_seconds(row.seconds),
+        f"[bold red]{row.check}: wrong[/]" if row.fault else f"[green]{row.check}[/]",
+    ]
+
+
+def _totals(outcome: Outcome) -> str:
+    rows = outcome.rows
+    nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
+    speed = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds and nbytes else ""
+    return (
+        f"{len(rows)} tensors in {len(outcome.sent)} requests: {outcome.count_by('segment')} by segment "
+        f"({human_bytes(outcome.bytes_by('segment'))}), {outcome.count_by('inline')} inline "
+        f"({human_bytes(outcome.bytes_by('inline'))}); received in {human_seconds(seconds)}{speed}; "
+        f"{len(rows) - outcome.mismatches} of {len(rows)} right"
+    )
+
+
+def _caption(job: Job) -> str:
+    kind = "numpy arrays" if job.framework == "numpy" else "torch tensors"
+    return (
+        f"received as {kind}. check: numpy = recomputed from the picture; checksum = the payload read independently, "
+        "before. time: one tensor's receive, to the end of its last copy."
+    )
+
+
+def human_bytes(count: int) -> str:
+    """24 B, 1.5 KiB, 138.8 MiB."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """12 us, 3.4 ms, 1.20 s."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _plain(text: str) -> str:
+    """Text from elsewhere, with nothing of it taken for rich's markup."""
+    from rich.markup import escape
+
+    return escape(text)
