@@ -31,6 +31,7 @@ FLOOR = {
     "receiver": 5,
     "sender": 5,
     "": 6,  # mmcopy itself
+    "bench": 7,
     "doctor": 7,
     "integrations": 7,
     "demo": 8,

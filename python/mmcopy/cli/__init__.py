@@ -13,7 +13,7 @@ from mmcopy.errors import MmcopyError
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "doctor")
+COMMANDS = ("demo", "doctor", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

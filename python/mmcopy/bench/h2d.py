@@ -1,0 +1,115 @@
+"""``mmcopy bench h2d``: receiving against its limit and against plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mmcopy.config import TransportConfig
+from mmcopy.receiver import Receiver
+from mmcopy.sender import Sender
+
+from .load import Load
+from .machine import describe
+from .paths import Role, free_bytes, h2d_paths
+from .place import framework_for, place_for
+from .plan import Case, Effort, check_space
+from .report import Row, rows_of
+from .table import Table, time_text
+from .timing import measure
+
+__all__ = ["SHM_DIR", "H2dResult", "h2d_table", "run_h2d"]
+
+SHM_DIR = "/dev/shm"
+"""Where SharedMemory, and so a baseline, looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class H2dResult:
+    """What was measured, on what."""
+
+    header: str
+    limit: str
+    """The limit's name: ``pinned_h2d`` or ``memcpy``."""
+    rows: tuple[Row, ...]
+    roles: dict[str, Role]
+    """By path's name."""
+
+
+def run_h2d(
+    cases: Sequence[Case],
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    effort: Effort | None = None,
+    poll: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda _text: None,
+) -> H2dResult:
+    """Measure ``cases`` one after the other. Blocks for about ``effort.seconds`` a case, longer for large ones.
+
+    At most one message is in /dev/shm at a time. Host memory in use reaches about four times the largest case, the
+    GPU's about twice.
+
+    Raises :class:`BytesDifferError` when a path delivers wrong bytes, :class:`LeftBehindError`, :class:`NoSpaceError`,
+    :class:`DeviceError`, :class:`MissingDependencyError`; whatever is raised, nothing is left in /dev/shm.
+    """
+    check_space(cases, free_bytes=free_bytes(SHM_DIR), shm_dir=SHM_DIR)
+    effort = effort or Effort()
+    rows: list[Row] = []
+    roles: dict[str, Role] = {}
+    with (
+        Receiver(device, framework=framework_for(device), shm_dir=SHM_DIR, num_threads=num_threads) as receiver,
+        Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=SHM_DIR) as sender,
+    ):
+        place = place_for(device)
+        header = describe(device)
+        say(header)
+        for number, case in enumerate(cases, 1):
+            load = Load(case, place, seed=number)
+            paths = h2d_paths(load, sender, receiver, shm_dir=SHM_DIR)
+            seconds = measure(paths, load, effort, poll=poll)
+            rows += rows_of(case, paths, seconds)
+            roles.update({path.name: path.role for path in paths})
+            say(f"[{number}/{len(cases)}] {case.label}: rounds {len(seconds[paths[0].name])}")
+            del load, paths  # before the next case takes its memory
+    return H2dResult(header, place.limit_name, tuple(rows), roles)
+
+
+def h2d_table(result: H2dResult) -> Table:
+    """One group a case, one row a path."""
+    table = Table(("tensors", "path", "median", "IQR", "GB/s", "of limit", "versus"), left=2)
+    before: Case | None = None
+    for row in result.rows:
+        case = Case(row.nbytes, row.count)
+        if before is not None and case != before:
+            table.end_group()
+        table.add(
+            "" if case == before else case.label,
+            row.path,
+            time_text(row.median_s),
+            time_text(row.iqr_s),
+            f"{row.gbps:.2f}",
+            f"{row.of_limit:.2f}",
+            f"{row.versus:.2f}x",
+            strong=result.roles[row.path] is Role.OURS,
+        )
+        before = case
+    return table
+
+
+def h2d_notes(result: H2dResult) -> str:
+    """What the columns and the limit mean."""
+    limit = (
+        "one asynchronous copy out of memory that is pinned and filled already"
+        if result.limit == "pinned_h2d"
+        else "one copy between two pieces of host memory that are mapped already; it and the baselines use one thread"
+    )
+    lines = [f"limit ({result.limit}): {limit}."]
+    if any(row.count > 1 for row in result.rows):
+        lines.append("The limit of a batch is one contiguous copy of all its bytes.")
+    lines += [
+        "versus: speed over the fastest baseline of the case.",
+        "Time runs from the message to the synchronised device. Segments are new each time; publishing is not timed.",
+        "GB/s is 1e9 bytes a second; KiB, MiB and GiB are powers of 1024.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""From seconds to figures: median, spread, GB/s, and how they compare. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from .paths import Path, Role
+from .plan import Case
+
+__all__ = ["Row", "as_records", "median_and_iqr", "rows_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One path of one case. Its fields are the keys of the JSON output."""
+
+    path: str
+    nbytes: int
+    """Bytes of one tensor."""
+    count: int
+    """Tensors in the one receive."""
+    median_s: float
+    iqr_s: float
+    """Third quartile less the first."""
+    gbps: float
+    """1e9 bytes a second: nbytes * count / median_s / 1e9."""
+    of_limit: float
+    """gbps over that of the limit."""
+    versus: float
+    """gbps over that of the best baseline: 2.0 is twice as fast."""
+
+
+def median_and_iqr(seconds: Sequence[float]) -> tuple[float, float]:
+    """The median, and the third quartile less the first (0 for one value)."""
+    if len(seconds) < 2:
+        return seconds[0], 0.0
+    first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return median, third - first
+
+
+def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+    """The case's rows in the order of ``paths``, which hold one limit and at least one baseline."""
+    timed = {path.name: median_and_iqr(seconds[path.name]) for path in paths}
+    gbps = {name: case.total_bytes / median / 1e9 for name, (median, _) in timed.items()}
+    limit = next(gbps[path.name] for path in paths if path.role is Role.LIMIT)
+    best = max(gbps[path.name] for path in paths if path.role is Role.BASELINE)
+    return [
+        Row(
+            path=name,
+            nbytes=case.nbytes,
+            count=case.count,
+            median_s=median,
+            iqr_s=iqr,
+            gbps=gbps[name],
+            of_limit=gbps[name] / limit,
+            versus=gbps[name] / best,
+        )
+        for name, (median, iqr) in timed.items()
+    ]
+
+
+def as_records(rows: Sequence[Row]) -> list[dict[str, str | int | float]]:
+    """What ``--json`` prints."""
+    return [asdict(row) for row in rows]
