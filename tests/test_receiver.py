@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -70,6 +70,21 @@ def test_edge_sizes(sender: Sender, receiver: Receiver, nbytes: int) -> None:
     assert segment.path == ("segment" if nbytes else "inline")
     for data in (segment, TensorData("uint8", (nbytes,), Inline(source.tobytes()))):
         assert raw(receiver.receive(data)) == source.tobytes()
+
+
+def test_more_than_two_gib(segments: Callable[[], list[str]]) -> None:
+    """One read or write moves at most 0x7ffff000 bytes; sizes are 64 bits wide everywhere."""
+    nbytes = 2**31 + 4097
+    source = np.zeros(nbytes, np.uint8)
+    marks = [0, 0x7FFFEFFF, 0x7FFFF000, 2**31 - 1, 2**31, nbytes - 1]
+    source[marks] = [1, 2, 3, 4, 5, 6]
+    with Sender(ALWAYS) as sender, Receiver("cpu", framework="numpy") as receiver:
+        data = sender.send(source)
+        assert data.path == "segment"
+        got = receiver.receive(data)
+    assert got.nbytes == nbytes
+    assert got[marks].tolist() == [1, 2, 3, 4, 5, 6]
+    assert np.count_nonzero(got) == 6
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
