@@ -16,7 +16,7 @@ CHECKED := python tests benches examples tools
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-rust test-python test-gpu lint lint-rust lint-python typecheck format bench wheel setup \
+.PHONY: help demo test test-rust test-loom test-python test-gpu lint lint-rust lint-python typecheck format bench wheel setup \
 	setup-demo setup-dev setup-gpu clean distclean
 
 help: ## show this list
@@ -25,10 +25,13 @@ help: ## show this list
 demo: setup-demo ## run the main job with the real gateway; options: ARGS="--json"
 	@$(VENV_BIN)/mmcopy demo $(ARGS)
 
-test: setup-dev test-rust test-python ## run every test, Rust's and Python's (gpu tests skip without a GPU)
+test: setup-dev test-rust test-loom test-python ## run every test, Rust's and Python's (gpu tests skip without a GPU)
 
 test-rust: ## run the Rust tests
 	cargo test
+
+test-loom: ## run the copy pool's hand-over through every order of its steps
+	RUSTFLAGS="--cfg loom" cargo test --release --lib --target-dir target/loom loom
 
 test-python: setup-dev ## run the Python tests; ARGS="-k name" picks
 	$(VENV_BIN)/python -m pytest $(ARGS)

@@ -206,6 +206,104 @@ pub enum Error {
         /// Bytes of the file when it was opened.
         file_nbytes: u64,
     },
+    /// The pieces of a job are not numbered by chunk.
+    #[error(
+        "piece {piece} belongs to chunk {chunk}, but pieces come in the order of their chunks, without gaps: {expected} wanted"
+    )]
+    ChunkOrder {
+        /// Place in the table.
+        piece: usize,
+        /// Its chunk.
+        chunk: u64,
+        /// Which chunks fit here.
+        expected: String,
+    },
+    /// A piece of a job that is not inside its source or its slot.
+    #[error(
+        "piece {piece} of chunk {chunk}: wanted {wanted_nbytes} bytes at {start} of {kind} {index}, which has {nbytes} bytes"
+    )]
+    PieceRange {
+        /// Place in the table.
+        piece: usize,
+        /// Its chunk.
+        chunk: usize,
+        /// "source" or "slot".
+        kind: &'static str,
+        /// Which one.
+        index: u64,
+        /// First byte wanted.
+        start: u64,
+        /// Bytes wanted.
+        wanted_nbytes: u64,
+        /// Bytes that there are.
+        nbytes: u64,
+    },
+    /// A piece of a job names a source or slot that there is not.
+    #[error("piece {piece} of chunk {chunk}: {kind} {index} wanted, but there are {count}")]
+    NoSuch {
+        /// Place in the table.
+        piece: usize,
+        /// Its chunk.
+        chunk: u64,
+        /// "source" or "slot".
+        kind: &'static str,
+        /// Which one.
+        index: u64,
+        /// How many there are.
+        count: usize,
+    },
+    /// A chunk that the job does not have.
+    #[error("chunk {index} wanted, but the job has {num_chunks}, counted from 0")]
+    ChunkIndex {
+        /// As given.
+        index: String,
+        /// Chunks of the job.
+        num_chunks: usize,
+    },
+    /// A piece with a number that is none of its kind.
+    #[error("piece {piece}: {given} is not five numbers from 0 to 2**64 - 1")]
+    PieceNumbers {
+        /// Place in the table.
+        piece: usize,
+        /// As given.
+        given: String,
+    },
+    /// The limit of a wait is not a number.
+    #[error("timeout_s must be a number of seconds, got {given}")]
+    Limit {
+        /// As given.
+        given: String,
+    },
+    /// A wait reached its limit.
+    #[error("{what} did not end within {waited:?}")]
+    Timeout {
+        /// What was waited for.
+        what: String,
+        /// The limit.
+        waited: std::time::Duration,
+    },
+    /// The job was cancelled before this chunk was there.
+    #[error("the copy job was cancelled before chunk {chunk} was copied")]
+    Cancelled {
+        /// The chunk.
+        chunk: usize,
+    },
+    /// The code that copied a chunk panicked.
+    #[error("copying chunk {chunk} ended in a panic")]
+    Panicked {
+        /// The chunk.
+        chunk: usize,
+    },
+    /// The system refused a thread.
+    #[error("the system refused thread {thread} of {num_threads}: {reason}")]
+    Spawn {
+        /// Which one, counted from 0.
+        thread: usize,
+        /// Threads wanted.
+        num_threads: usize,
+        /// The system's words.
+        reason: String,
+    },
     /// Use after `close`, or of an object that belongs to the process we were forked from.
     #[error("{what} is closed, or belongs to the process that this one was forked from")]
     Closed {

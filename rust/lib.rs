@@ -18,8 +18,12 @@
 //!   is a SIGBUS.
 //! * **M4** One `pread` or `pwrite` moves at most `0x7fff_f000` bytes, so all of them loop.
 //!
-//! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls) and the
-//! conversion of a Python buffer into memory; it is denied everywhere else.
+//! * **M5** A [`pool::Job`] touches its sources and slots until it is over and never after: it is over when every chunk
+//!   is copied, or when `cancel`, a dropped `Job` or a `wait` that returned the job's error has seen the last running
+//!   chunk end. Memory that a job was given outlives it.
+//!
+//! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls), `streaming` (stores past the cache) and
+//! the conversion of a Python buffer into memory; it is denied everywhere else.
 
 pub mod cast;
 pub mod copy;
@@ -29,7 +33,10 @@ pub mod memory;
 pub mod name;
 pub mod namespace;
 pub mod owner;
+pub mod pool;
+pub mod reaper;
 pub mod segment;
+pub mod streaming;
 pub mod sweep;
 pub mod transfer;
 pub mod workers;

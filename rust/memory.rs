@@ -87,6 +87,15 @@ impl<'a> Source<'a> {
         Self { start, nbytes: range.len(), keeps: PhantomData }
     }
 
+    /// The same bytes, for a [`crate::pool::Job`], whose threads know no lifetime.
+    ///
+    /// # Safety
+    ///
+    /// * The memory stays valid for reads until the last use of what is returned, which for a job is its end (M5).
+    pub const unsafe fn lasting(self) -> Source<'static> {
+        Source { start: self.start, nbytes: self.nbytes, keeps: PhantomData }
+    }
+
     /// Copies all of it to a target of the same length. The two may overlap.
     ///
     /// # Panics
@@ -158,6 +167,16 @@ impl<'a> Target<'a> {
         // SAFETY: `start` is inside one allocation of `nbytes` bytes and the range was just checked against it.
         let start = unsafe { self.start.add(range.start) };
         Self { start, nbytes: range.len(), keeps: PhantomData }
+    }
+
+    /// The same bytes, for a [`crate::pool::Job`], whose threads know no lifetime.
+    ///
+    /// # Safety
+    ///
+    /// * The memory stays valid for writes, and no Rust reference to it is used, until the last use of what is
+    ///   returned, which for a job is its end (M5).
+    pub const unsafe fn lasting(self) -> Target<'static> {
+        Target { start: self.start, nbytes: self.nbytes, keeps: PhantomData }
     }
 
     /// Copies the numbers in, beginning `at` bytes after the start. No alignment is asked for.

@@ -1,12 +1,14 @@
 """Segments in shared memory, their names and owners, and copying with a cast. Built from ``rust/python/``.
 
-Buffers are taken through the buffer protocol: C-contiguous, of any format, exported for the length of one call. A
+Buffers are taken through the buffer protocol: C-contiguous, of any format, exported for the length of one call (those
+of a :class:`CopyJob` until it is over). A
 read-only buffer where a writable one is needed, and one that is not contiguous, are a ``BufferError``. A call that
 touches at least :data:`GIL_RELEASE_BYTES` bytes releases the GIL. ``num_threads`` is the most threads that one call
 uses, its own among them, and at least 1 (else :class:`~mmcopy.errors.ConfigError`); small copies use fewer.
 """
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self, SupportsIndex, final
 
@@ -17,6 +19,9 @@ __all__ = [
     "DEBUG_BUILD",
     "DTYPES",
     "GIL_RELEASE_BYTES",
+    "CopyJob",
+    "CopyPool",
+    "Reaper",
     "Segment",
     "SegmentOwner",
     "__version__",
@@ -210,3 +215,119 @@ def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_t
     :class:`~mmcopy.errors.PayloadError` when ``dst`` has the wrong length, ``src`` is not whole elements, or a cast's
     two buffers share memory.
     """
+
+@final
+class CopyPool:
+    """Threads that copy from segments and memory into a ring of slots. They sleep while there is nothing to do.
+
+    Several jobs at once share the threads by turns, a chunk each. Several threads may use one pool. After ``os.fork``
+    the child's pool and jobs raise :class:`~mmcopy.errors.ClosedError`. Dropping the pool closes it.
+    """
+
+    def __new__(cls, num_threads: int) -> Self:
+        """Start ``num_threads`` threads, at least 1, besides those that wait for jobs and copy as well.
+
+        Raises :class:`~mmcopy.errors.ConfigError`, also when the system refuses so many.
+        """
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that it was made with."""
+
+    def start(
+        self,
+        sources: Sequence[Segment | Buffer],
+        slots: Sequence[Buffer],
+        pieces: Sequence[tuple[int, int, int, int, int]],
+    ) -> CopyJob:
+        """Take a job on. Never blocks; nothing is copied before :meth:`CopyJob.permit`.
+
+        A piece is ``(chunk, source, source_start, slot_start, nbytes)``: that many bytes of ``sources[source]``, from
+        ``source_start`` on (in a segment the file's offset), go to ``slot_start`` of chunk ``chunk``'s slot, which is
+        ``slots[chunk % len(slots)]``. Pieces come in the order of their chunks, which are counted from 0 without gaps.
+
+        The job keeps the buffers exported and the segments open until it is over, also when they are closed meanwhile.
+
+        Raises, before anything is copied, :class:`~mmcopy.errors.CopyPlanError` (a piece that does not fit),
+        :class:`~mmcopy.errors.SegmentSizeError` (a piece that is not inside its segment as it was opened),
+        ``BufferError`` and :class:`~mmcopy.errors.ClosedError` (the pool, or a segment).
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Refuse further jobs, and block until the threads have ended, each after the chunk that it copies.
+
+        Jobs are not cancelled: the rest of one is copied by whoever waits for it. May be called again. Raises
+        :class:`~mmcopy.errors.ReceiveTimeoutError`.
+        """
+
+@final
+class CopyJob:
+    """Chunks that are being copied; made by :meth:`CopyPool.start`.
+
+    It is over when all chunks are in their slots, when a :meth:`wait` raised an error of the copy, or after
+    :meth:`cancel`; from then on it touches neither sources nor slots. Its buffers and segments are released by the
+    first :meth:`wait`, :meth:`is_done` or :meth:`cancel` that finds it over. Dropping it cancels it.
+    """
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+
+    def permit(self, upto: int) -> None:
+        """Let the chunks below ``upto`` start: nothing reads or writes their slots any more.
+
+        The number of permitted chunks is 0 at the start and only rises; more than :attr:`num_chunks` means all. Never
+        blocks. Chunk ``i + len(slots)`` overwrites chunk ``i``.
+        """
+
+    def wait(self, index: int, timeout_s: float) -> None:
+        """Block, without the GIL, until chunk ``index`` is in its slot.
+
+        Meanwhile this thread copies chunks of the job that are permitted and that nobody has begun, so a job of one
+        chunk needs no other thread, and the limit can be passed by the time one chunk takes. A limit of 0 or less
+        copies what can be copied and does not sleep.
+
+        Raises the first error of any chunk (:class:`~mmcopy.errors.SegmentSizeError`,
+        :class:`~mmcopy.errors.SegmentIoError`), after which the job is over;
+        :class:`~mmcopy.errors.ReceiveTimeoutError`, after which it goes on; :class:`~mmcopy.errors.ClosedError` when it
+        was cancelled before this chunk was there, and in a forked child; :class:`~mmcopy.errors.CopyPlanError` for a
+        chunk that there is not.
+        """
+
+    def is_done(self, index: int) -> bool:
+        """Whether chunk ``index`` is in its slot. Never blocks.
+
+        When it is not, threads of the pool are asked to go on, so polling gets there without :meth:`wait` as long as
+        the pool is open. An error is raised by :meth:`wait` alone.
+        """
+
+    def cancel(self) -> None:
+        """Start no further chunk, and block until those that run have ended. May be called again.
+
+        Chunks that are there stay. Does nothing to a job that is over, and nothing in a forked child.
+        """
+
+@final
+class Reaper:
+    """Closes segments on a thread of its own, so that freeing the memory of a removed one costs the caller no time.
+
+    The thread starts with the first segment and sleeps while there is none. Dropping it waits until all is closed. In a
+    forked child segments are closed by the caller.
+    """
+
+    def __new__(cls) -> Self: ...
+    @property
+    def pending(self) -> int:
+        """Segments handed over and not closed yet."""
+
+    def close_later(self, segments: Sequence[Segment]) -> None:
+        """Close these segments: at once for their users, soon for the system. Never blocks.
+
+        Those closed already are passed over. One that a :class:`CopyJob` reads is closed by that job's end.
+        """
+
+    def join(self, timeout_s: float) -> bool:
+        """Block until all is closed and the thread has ended; False when the limit came first.
+
+        A later :meth:`close_later` starts a thread again.
+        """

@@ -12,6 +12,7 @@ __all__ = [
     "CastError",
     "ClosedError",
     "ConfigError",
+    "CopyPlanError",
     "DeviceError",
     "DeviceMemoryError",
     "InlineTooLargeError",
@@ -54,7 +55,7 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class ClosedError(MmcopyError, RuntimeError):
-    """The object was closed, or belongs to the process that this one was forked from."""
+    """The object was closed or cancelled, or belongs to the process that this one was forked from."""
 
 
 class ArrayTypeError(MmcopyError, TypeError):
@@ -73,6 +74,10 @@ class PayloadError(MmcopyError, ValueError):
     """The payload is missing, or its bytes are not shape x dtype."""
 
 
+class CopyPlanError(MmcopyError, ValueError):
+    """A table of pieces to copy that does not fit its sources and slots; the message says which piece and why."""
+
+
 class UnsupportedPayloadError(MmcopyError, ValueError):
     """A kind of payload that mmcopy does not read (remote, for example nixl)."""
 
@@ -86,7 +91,7 @@ class RepeatedHandleError(MmcopyError, ValueError):
 
 
 class ReceiveTimeoutError(MmcopyError, TimeoutError):
-    """A receive did not finish within its limit."""
+    """A receive, or a copy that is part of one, did not finish within its limit."""
 
 
 class SegmentNameError(MmcopyError, ValueError):

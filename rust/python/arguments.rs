@@ -1,7 +1,9 @@
 //! Arguments that are checked while they are taken.
 
 use std::num::NonZeroUsize;
+use std::time::Duration;
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
@@ -27,6 +29,22 @@ impl FromPyObject<'_, '_> for Threads {
             .and_then(NonZeroUsize::new)
             .map(Self)
             .ok_or_else(|| Error::Threads { num_threads }.into())
+    }
+}
+
+/// The limit of a wait in seconds. What is left until a deadline can be negative: then the limit is reached at once.
+pub(super) struct Limit(pub Duration);
+
+impl FromPyObject<'_, '_> for Limit {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let seconds: f64 = given.extract()?;
+        if seconds.is_nan() {
+            return Err(Error::Limit { given: seconds.to_string() }.into());
+        }
+        // What is too much for a Duration is longer than anybody waits.
+        Ok(Self(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)))
     }
 }
 
@@ -72,5 +90,15 @@ impl Conversion {
                 Err(Error::HalfACast { src_dtype: shown(src_dtype), dst_dtype: shown(dst_dtype) })
             }
         }
+    }
+}
+
+/// None for an int that is no u64: such a number comes off the wire or out of arithmetic on it, and is a wrong size like
+/// any other.
+pub(super) fn u64_of(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    match given.extract() {
+        Ok(number) => Ok(Some(number)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(given.py()) => Ok(None),
+        Err(error) => Err(error),
     }
 }

@@ -24,6 +24,12 @@ impl ReadBuffer {
         unsafe { Source::from_raw(self.0.buf_ptr().cast_const().cast(), self.0.len_bytes()) }
     }
 
+    /// For a job, whose owner drops this buffer after the job's end.
+    pub(super) fn lasting_source(&self) -> Source<'static> {
+        // SAFETY: M5. The one who asks, CopyJob, keeps the buffer exported until its job is over.
+        unsafe { self.source().lasting() }
+    }
+
     pub(super) fn nbytes(&self) -> u64 {
         self.0.len_bytes() as u64
     }
@@ -34,6 +40,12 @@ impl WriteBuffer {
         // SAFETY: M1. As for ReadBuffer, and the exporter said that the bytes may be written. Python code has no Rust
         // references to them.
         unsafe { Target::from_raw(self.0.buf_ptr().cast(), self.0.len_bytes()) }
+    }
+
+    /// For a job, whose owner drops this buffer after the job's end.
+    pub(super) fn lasting_target(&self) -> Target<'static> {
+        // SAFETY: M5. The one who asks, CopyJob, keeps the buffer exported until its job is over.
+        unsafe { self.target().lasting() }
     }
 
     pub(super) fn nbytes(&self) -> u64 {

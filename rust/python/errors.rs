@@ -12,7 +12,7 @@ const fn class_name(error: &Error) -> &'static str {
         Error::Lengths { .. } | Error::PartialElement { .. } | Error::TooManyBytes { .. } | Error::Overlap { .. } => {
             "PayloadError"
         }
-        Error::Threads { .. } | Error::Grace { .. } => "ConfigError",
+        Error::Threads { .. } | Error::Grace { .. } | Error::Limit { .. } | Error::Spawn { .. } => "ConfigError",
         Error::Name { .. } => "SegmentNameError",
         Error::NotFound { .. } => "SegmentNotFoundError",
         Error::Permission { .. } => "SegmentPermissionError",
@@ -21,7 +21,14 @@ const fn class_name(error: &Error) -> &'static str {
         Error::NoSpace { .. } => "NoSpaceError",
         Error::Io { .. } => "SegmentIoError",
         Error::Size { .. } | Error::Range { .. } | Error::Truncated { .. } => "SegmentSizeError",
-        Error::Closed { .. } => "ClosedError",
+        Error::ChunkOrder { .. }
+        | Error::PieceRange { .. }
+        | Error::PieceNumbers { .. }
+        | Error::NoSuch { .. }
+        | Error::ChunkIndex { .. } => "CopyPlanError",
+        Error::Timeout { .. } => "ReceiveTimeoutError",
+        Error::Closed { .. } | Error::Cancelled { .. } => "ClosedError",
+        Error::Panicked { .. } => "MmcopyError",
     }
 }
 

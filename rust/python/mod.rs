@@ -1,16 +1,20 @@
 //! The Python module `mmcopy._native`: the only place that knows PyO3, one file a noun.
 //!
-//! When the GIL is released: for every call that touches at least [`GIL_RELEASE_BYTES`] bytes, and for every call that
-//! walks a directory or creates a lock file. Smaller calls keep it: on a shared-memory file system they take
-//! microseconds and cannot block, whereas a thread that has let go of the GIL may wait five milliseconds to get it back.
+//! When the GIL is released: for every call that touches at least [`GIL_RELEASE_BYTES`] bytes, for every call that
+//! walks a directory or creates a lock file, and for every wait. Smaller calls keep it: on a shared-memory file system
+//! they take microseconds and cannot block, whereas a thread that has let go of the GIL may wait five milliseconds to get
+//! it back.
 //!
-//! The caller's buffers are exported for the length of one call, so they cannot be resized or freed under a copy.
+//! The caller's buffers are exported for the length of one call, and those of a copy job until it is over, so they cannot
+//! be resized or freed under a copy.
 
 mod arguments;
 mod buffers;
 mod copies;
 mod errors;
 mod owner;
+mod pool;
+mod reaper;
 mod segments;
 
 use pyo3::prelude::*;
@@ -36,6 +40,10 @@ mod _native {
     use super::copies::{cast_into, copy_into};
     #[pymodule_export]
     use super::owner::{PySegmentOwner, sweep};
+    #[pymodule_export]
+    use super::pool::{PyCopyJob, PyCopyPool};
+    #[pymodule_export]
+    use super::reaper::PyReaper;
     #[pymodule_export]
     use super::segments::{PySegment, shm_namespace_id, unlink_segment, validate_segment_name, write_segment};
 

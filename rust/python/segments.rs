@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
-use super::arguments::{Conversion, Name, Threads};
+use super::arguments::{Conversion, Name, Threads, u64_of};
 use super::buffers::{ReadBuffer, WriteBuffer};
 use super::detached_when_big;
 use crate::segment::Segment;
@@ -142,7 +141,7 @@ impl PySegment {
     ///
     /// The memory of a removed segment is freed here.
     fn close(&self, py: Python<'_>) {
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let file = self.take();
         detached_when_big(py, self.file_nbytes, || drop(file));
     }
 
@@ -163,7 +162,12 @@ impl PySegment {
 }
 
 impl PySegment {
-    fn opened(&self) -> Result<Arc<Segment>> {
+    /// Closes it without letting the file go.
+    pub(super) fn take(&self) -> Option<Arc<Segment>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    pub(super) fn opened(&self) -> Result<Arc<Segment>> {
         let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.clone().ok_or_else(|| Error::Closed { what: format!("segment {:?}", self.name) })
     }
@@ -176,15 +180,5 @@ impl PySegment {
             file_nbytes: self.file_nbytes,
         }
         .into())
-    }
-}
-
-/// None for an int that is no u64: such a number comes off the wire or out of arithmetic on it, and is a wrong size like
-/// any other.
-fn u64_of(given: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-    match given.extract() {
-        Ok(number) => Ok(Some(number)),
-        Err(error) if error.is_instance_of::<PyOverflowError>(given.py()) => Ok(None),
-        Err(error) => Err(error),
     }
 }

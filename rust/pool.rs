@@ -1,0 +1,157 @@
+//! Copying into a ring of slots by a pool of threads that stay.
+//!
+//! A [`Table`] says what goes where: chunk `i` is a list of pieces and is written into slot `i % slots.len()`. A
+//! [`Job`] hands its chunks out in order, to whichever thread asks first, and only as far as its owner permits: chunk
+//! `i + slots.len()` may start once whatever reads slot `i` has read it. The owner waits for chunk 0, passes its slot
+//! on, waits for chunk 1, and so on, and raises the permit as slots fall free.
+//!
+//! # Who copies
+//!
+//! * Whoever waits for a chunk copies what nobody has begun, and sleeps only when there is nothing. A job of one chunk
+//!   is copied by its owner, with no other thread woken.
+//! * So no more threads are woken than there are permitted chunks besides the owner's. A thread that has ended a chunk
+//!   looks for the next by itself.
+//! * Threads take one chunk of each job in turn: a small job is not held up by a big one for longer than a chunk takes.
+//! * A thread without work looks about for some microseconds at most and then sleeps.
+//!
+//! # What ends a job
+//!
+//! The first error, [`Job::cancel`], dropping the job, or its last chunk. Chunks that run are waited for, so that
+//! sources and slots can be reused afterwards (M5). Closing the pool ends the threads, not the jobs: their owners copy
+//! the rest while they wait. A process forked from ours has none of the threads: there pool and jobs refuse to work.
+//!
+//! # How it is checked
+//!
+//! The hand-over is `pool/ledger.rs` and `pool/crew.rs`. loom runs it through every order of its steps, within a bound
+//! of preemptions:
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" cargo test --release --lib loom
+//! ```
+
+mod crew;
+mod job;
+mod ledger;
+mod sync;
+mod table;
+
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::Pid;
+
+use self::crew::Crew;
+use self::job::Copying;
+pub use self::job::Job;
+use self::sync::Spin;
+pub use self::table::{CopySource, Piece, Table};
+use crate::streaming::Store;
+use crate::{Error, Result};
+
+/// Threads named `mmcopy-copy-<n>` that copy the chunks of jobs. Dropping it closes it.
+#[derive(Debug)]
+pub struct Pool {
+    crew: Arc<Crew<Copying>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    num_threads: usize,
+    process: Pid,
+}
+
+impl Pool {
+    /// Starts the threads, which sleep until there is work. When the system refuses one, none is left.
+    pub fn new(num_threads: NonZeroUsize) -> Result<Self> {
+        let num_threads = num_threads.get();
+        let crew = Arc::new(Crew::new(num_threads));
+        let mut threads = Vec::new();
+        for thread in 0..num_threads {
+            let crew_of_thread = Arc::clone(&crew);
+            let spawned = Builder::new().name(format!("mmcopy-copy-{thread}")).spawn(move || work(&crew_of_thread));
+            match spawned {
+                Ok(handle) => threads.push(handle),
+                Err(error) => {
+                    crew.close();
+                    join(threads);
+                    return Err(Error::Spawn { thread, num_threads, reason: error.to_string() });
+                }
+            }
+        }
+        Ok(Self { crew, threads: Mutex::new(threads), num_threads, process: rustix::process::getpid() })
+    }
+
+    /// Threads that it was made with.
+    pub const fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    /// Takes a job on. Nothing of it is copied before [`Job::permit`]. Never blocks.
+    pub fn start(&self, table: Table) -> Result<Job> {
+        let closed = || Error::Closed { what: "the copy pool".to_owned() };
+        if self.is_inherited() {
+            return Err(closed());
+        }
+        Job::start(table, Store::best_for(self.num_threads), &self.crew, self.process).ok_or_else(closed)
+    }
+
+    /// Refuses further jobs, and blocks until the threads have ended, each after the chunk that it copies. May be called
+    /// again, also after a limit was reached. Does nothing in a forked process.
+    pub fn close(&self, limit: Duration) -> Result<()> {
+        if self.is_inherited() {
+            return Ok(());
+        }
+        self.crew.close();
+        let num_left = self.crew.wait_left(Instant::now().checked_add(limit));
+        if num_left > 0 {
+            return Err(Error::Timeout { what: format!("{num_left} copy threads"), waited: limit });
+        }
+        join(std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)));
+        Ok(())
+    }
+
+    fn is_inherited(&self) -> bool {
+        self.process != rustix::process::getpid()
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if self.is_inherited() {
+            // The handles name threads that this process does not have.
+            if let Ok(threads) = self.threads.get_mut() {
+                std::mem::forget(std::mem::take(threads));
+            }
+            return;
+        }
+        // Without a limit this ends when the threads have: nothing that they do waits for anybody.
+        let _ = self.close(Duration::MAX);
+    }
+}
+
+fn work(crew: &Crew<Copying>) {
+    /// Counts the thread out, also after a panic.
+    struct Leave<'a>(&'a Crew<Copying>);
+    impl Drop for Leave<'_> {
+        fn drop(&mut self) {
+            self.0.leave();
+        }
+    }
+
+    let _leave = Leave(crew);
+    let mut spin = Spin::new();
+    while let Some((copying, chunk)) = crew.next(&mut spin) {
+        copying.copy(chunk);
+    }
+}
+
+fn join(threads: Vec<JoinHandle<()>>) {
+    for thread in threads {
+        // A panic was the error of its chunk already.
+        let _ = thread.join();
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+#[cfg(all(test, not(loom)))]
+mod tests;
