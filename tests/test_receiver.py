@@ -257,9 +257,9 @@ def test_a_peer_that_truncates_cannot_raise_sigbus(
     destination = receiver._destination
     move = destination.move
 
-    def truncate_first(sources: Any) -> Any:
+    def truncate_first(sources: Any, **options: Any) -> Any:
         os.truncate(path, 4096)
-        return move(sources)
+        return move(sources, **options)
 
     monkeypatch.setattr(destination, "move", truncate_first)
     with pytest.raises(SegmentSizeError, match="1048576"):

@@ -27,53 +27,65 @@ def soon(seconds: float = 5.0) -> float:
 
 
 def make(n: int) -> tuple[StagingRing, list[Slot]]:
-    slots = [Slot(np.zeros(16, np.uint8)) for _ in range(n)]
+    slots = [Slot(np.zeros(16, np.uint8), Event()) for _ in range(n)]
     return StagingRing(slots), slots
 
 
-def test_slots_come_in_the_order_they_fall_free() -> None:
+def test_a_receive_gets_half_of_what_is_free_and_at_least_one() -> None:
+    ring, slots = make(6)
+    assert (ring.slot_bytes, ring.num_slots, ring.num_free) == (16, 6, 6)
+    assert ring.take(9, soon()) == slots[:3]
+    assert ring.take(9, soon()) == slots[3:5]
+    assert ring.take(9, soon()) == slots[5:]
+    assert ring.num_free == 0
+
+
+def test_slots_come_in_the_order_they_fell_free() -> None:
     ring, slots = make(3)
-    assert ring.slot_bytes == 16
-    assert [ring.acquire(soon()) for _ in range(3)] == slots
-    for slot in (slots[1], slots[0], slots[2]):
-        ring.release(slot)
-    assert [ring.acquire(soon()) for _ in range(3)] == [slots[1], slots[0], slots[2]]
+    for _ in range(3):
+        ring.take(1, soon())
+    for n in (1, 0, 2):
+        ring.give_back([slots[n]])
+    assert [ring.take(1, soon())[0] for _ in range(3)] == [slots[1], slots[0], slots[2]]
 
 
 def test_a_slot_waits_for_its_last_copy() -> None:
-    ring, (slot,) = make(1)
-    event = Event()
-    assert ring.acquire(soon()) is slot
-    slot.last_copy = event
-    ring.release(slot)
+    _, (slot,) = make(1)
+    assert slot.is_idle()
+    slot.copying = True
+    assert not slot.is_idle()
     with pytest.raises(ReceiveTimeoutError, match="16-byte staging slot did not end in time"):
-        ring.acquire(soon(0.05))
+        slot.wait_idle(soon(0.02))
+    timer = threading.Timer(0.05, slot.event.done.set)  # type: ignore[attr-defined]
+    timer.start()
+    slot.wait_idle(soon())
+    timer.join()
+    assert slot.is_idle()
+    assert not slot.copying
+
+
+def test_a_second_receive_waits_for_the_first() -> None:
+    ring, (slot,) = make(1)
+    assert ring.take(5, soon()) == [slot]
+    with pytest.raises(ReceiveTimeoutError, match="all 1 staging slots stayed in use"):
+        ring.take(1, soon(0.02))
     got: list[Slot] = []
-    waiter = threading.Thread(target=lambda: got.append(ring.acquire(soon())))
+    waiter = threading.Thread(target=lambda: got.extend(ring.take(1, soon())))
     waiter.start()
     assert not settle(lambda: bool(got), limit_s=0.05)
-    event.done.set()
+    ring.give_back([slot])
     waiter.join(5)
     assert got == [slot]
-    assert slot.last_copy is None
-
-
-def test_all_slots_in_use_is_a_timeout_with_the_number() -> None:
-    ring, _ = make(2)
-    ring.acquire(soon())
-    ring.acquire(soon())
-    with pytest.raises(ReceiveTimeoutError, match="all 2 staging slots stayed in use"):
-        ring.acquire(soon(0.02))
 
 
 def test_close_wakes_waiters_and_waits_for_copies() -> None:
     ring, (slot,) = make(1)
-    ring.acquire(soon())
+    ring.take(1, soon())
     errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            ring.acquire(soon())
+            ring.take(1, soon())
         except ClosedError as error:
             errors.append(error)
 
@@ -83,12 +95,11 @@ def test_close_wakes_waiters_and_waits_for_copies() -> None:
         ring.close(soon(0.05))
     waiter.join(5)
     assert len(errors) == 1
-    event = Event()
-    slot.last_copy = event
-    ring.release(slot)
+    slot.copying = True
+    ring.give_back([slot])
     with pytest.raises(ReceiveTimeoutError, match="did not end in time"):
         ring.close(soon(0.02))
-    event.done.set()
+    slot.event.done.set()  # type: ignore[attr-defined]
     ring.close(soon())
     with pytest.raises(ClosedError):
-        ring.acquire(soon())
+        ring.take(1, soon())

@@ -1,109 +1,209 @@
-"""CUDA through torch and cupy: the copy stream, pinned memory, one asynchronous copy.
+"""One GPU, through torch (allocation, streams) and cupy (raw calls that cost about 2 us each).
 
 Everything is given its device index; no other device is touched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import math
+import pathlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import _native
 from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
+from .metrics import Metrics
+from .pipeline import Pipeline
+from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, plan_scattered
 from .ring import Slot, StagingRing
-from .sources import Source
+from .sources import ByteArray, Source
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaDestination"]
 
+_log = logging.getLogger(__name__)
+
+_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming
+
+
+class _Event:
+    """A CUDA event without timing."""
+
+    __slots__ = ("_query", "pointer")
+
+    def __init__(self, runtime: Any) -> None:
+        self.pointer: int = runtime.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
+        self._query = runtime.eventQuery
+
+    def query(self) -> bool:
+        return bool(self._query(self.pointer) == 0)  # 600 is cudaErrorNotReady
+
+
+class _CopyStream:
+    """The stream that all host-to-device copies of one receiver run on."""
+
+    def __init__(self, torch: Any, runtime: Any, device_index: int) -> None:
+        self.stream = torch.cuda.Stream(device_index)
+        self._pointer: int = self.stream.cuda_stream
+        self._runtime = runtime
+        self._host_to_device = runtime.memcpyHostToDevice
+        self._order = threading.Lock()
+        self._event = _Event(runtime)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        self._runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
+
+    def mark(self, slot: Slot) -> None:
+        self._runtime.eventRecord(slot.event.pointer, self._pointer)  # type: ignore[attr-defined]
+        slot.copying = True
+
+    def wait_for(self, stream: int) -> None:
+        """What is queued here from now on runs after what is on ``stream``."""
+        self._edge(stream, self._pointer)
+
+    def release(self, stream: int) -> None:
+        """What is queued on ``stream`` from now on runs after the copies that are queued here."""
+        self._edge(self._pointer, stream)
+
+    def _edge(self, first: int, second: int) -> None:
+        with self._order:  # record and wait belong together: one event serves all receives
+            self._runtime.eventRecord(self._event.pointer, first)
+            self._runtime.streamWaitEvent(second, self._event.pointer)
+
 
 class CudaDestination:
-    """Puts sources into new tensors on one GPU, by way of a ring of pinned slots and a copy stream of its own.
+    """Puts sources into tensors on one GPU, through a ring of pinned slots, copy threads and a copy stream.
 
-    The pinned memory (``staging_bytes``, in slots of ``slot_bytes``) is allocated here, once.
+    The pinned memory (``staging_bytes``, in slots of ``slot_bytes``) and the threads are made here, once.
     """
 
     def __init__(
-        self, device_index: int, *, staging_bytes: int, slot_bytes: int, num_threads: int, timeout_s: float
+        self,
+        device_index: int,
+        *,
+        staging_bytes: int,
+        slot_bytes: int,
+        num_threads: int,
+        timeout_s: float,
+        metrics: Metrics,
     ) -> None:
         torch, runtime = _require(device_index)
         self._torch = torch
         self._runtime = runtime
         self._index = device_index
+        self._device = torch.device("cuda", device_index)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        num_slots = max(2, math.ceil(staging_bytes / slot_bytes))
         with torch.cuda.device(device_index):
-            self._copy_stream = torch.cuda.Stream(device_index)
-            slots = [Slot(_pinned(slot_bytes)) for _ in range(num_slots)]
-        self._ring = StagingRing(slots)
+            self._copy_stream = _CopyStream(torch, runtime, device_index)
+            memory = _pinned(max(2, math.ceil(staging_bytes / slot_bytes)), slot_bytes)
+            self._ring = StagingRing([Slot(buffer, _Event(runtime)) for buffer in memory])
+        self._pool = _native.CopyPool(num_threads)
+        self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=str(self._device), metrics=metrics)
 
-    def move(self, sources: Sequence[Source]) -> list[torch.Tensor]:
-        """New tensors on the device with the sources' bytes, safe on the caller's current stream.
+    def move(
+        self, sources: Sequence[Source], *, out: Sequence[torch.Tensor] | None, while_copying: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """The sources' bytes in new tensors on the device, or in ``out``; safe on the caller's current stream.
 
-        Blocks the host while bytes are copied into pinned slots, not for the GPU: the last copies may still run when
-        this returns. Each source is closed as soon as its last byte is read, under the copies that still run.
+        New tensors are views into one allocation. Blocks until every byte has left the sources, not for the GPU: the
+        last copies may still run when this returns. ``out`` must have been checked by :meth:`check_out`.
         """
         torch = self._torch
+        deadline = time.monotonic() + self._timeout_s
+        sizes = [source.data.nbytes for source in sources]
+        chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
         with torch.cuda.device(self._index):
-            caller = torch.cuda.current_stream(self._index)
-            tensors = [self._empty(source) for source in sources]
-            # The allocator may hand out memory that earlier work on the caller's stream still uses.
-            self._copy_stream.wait_stream(caller)
+            caller = torch.cuda.current_stream(self._index).cuda_stream
+            if out is None:
+                plan = plan_packed(sizes, chunk_bytes=chunk_bytes)
+                tensors, addresses = self._allocate(plan.dest_nbytes, plan.starts, sources)
+            else:
+                plan = plan_scattered(sizes, chunk_bytes=chunk_bytes)
+                tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
+            if not plan.num_chunks:
+                while_copying()
+                return tensors
+            # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
+            # still be read there.
+            self._copy_stream.wait_for(caller)
             try:
-                for source, tensor in zip(sources, tensors, strict=True):
-                    self._fill(tensor, source)
-                    source.close()
+                self._pipeline.run(plan, sources, addresses, deadline=deadline, while_copying=while_copying)
             except self._runtime.CUDARuntimeError as error:
                 raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
             finally:
                 # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
                 # from being handed out while a copy still writes to it.
-                caller.wait_stream(self._copy_stream)
+                self._copy_stream.release(caller)
         return tensors
+
+    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None:
+        """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
+        for n, (source, tensor) in enumerate(zip(sources, out, strict=True)):
+            data = source.data
+            if not isinstance(tensor, self._torch.Tensor):
+                raise DeviceError(f"out {n} is {type(tensor).__name__}, want a torch tensor")
+            found = (str(tensor.device), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            wanted = (str(self._device), data.dtype, data.shape)
+            if found != wanted or not tensor.is_contiguous():
+                layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+                raise DeviceError(
+                    f"out {n} is {found[1]} {list(found[2])} on {found[0]}, {layout}; "
+                    f"want {wanted[1]} {list(wanted[2])} on {wanted[0]}, contiguous"
+                )
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[None]:
+        """A context, for another thread, in which the stream that is current here and now is the current one."""
+        stream: contextlib.AbstractContextManager[None] = self._torch.cuda.stream(
+            self._torch.cuda.current_stream(self._index)
+        )
+        return stream
 
     def close(self) -> None:
         """Wait until no copy reads pinned memory, then let it go. Raises :class:`ReceiveTimeoutError`."""
-        self._ring.close(time.monotonic() + self._timeout_s)
-
-    def _empty(self, source: Source) -> torch.Tensor:
-        data = source.data
-        try:
-            dtype = getattr(self._torch, data.dtype)
-            tensor: torch.Tensor = self._torch.empty(data.shape, dtype=dtype, device=f"cuda:{self._index}")
-        except self._torch.cuda.OutOfMemoryError as error:
-            free, total = self._torch.cuda.mem_get_info(self._index)
-            raise DeviceMemoryError(
-                f"cuda:{self._index} has no room for {data.dtype} {list(data.shape)}: "
-                f"wanted {data.nbytes} bytes, {free} of {total} free"
-            ) from error
-        return tensor
-
-    def _fill(self, tensor: torch.Tensor, source: Source) -> None:
         deadline = time.monotonic() + self._timeout_s
-        address, stream, step = tensor.data_ptr(), self._copy_stream.cuda_stream, self._ring.slot_bytes
-        for start in range(0, source.data.nbytes, step):
-            slot = self._ring.acquire(deadline)
-            try:
-                chunk = slot.buffer[: min(step, source.data.nbytes - start)]
-                source.read_into(chunk, start, num_threads=self._num_threads)
-                self._runtime.memcpyAsync(
-                    address + start,
-                    chunk.ctypes.data,
-                    len(chunk),
-                    self._runtime.memcpyHostToDevice,
-                    stream,
-                )
-                event = self._torch.cuda.Event()
-                event.record(self._copy_stream)
-                slot.last_copy = event
-            finally:
-                self._ring.release(slot)
+        self._ring.close(deadline)
+        self._pool.close(max(0.0, deadline - time.monotonic()))
+
+    def _allocate(
+        self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """One allocation on the caller's stream, and the tensors as views into it."""
+        torch = self._torch
+        whole = -(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES  # so that it is a whole number of every dtype's elements
+        try:
+            base = torch.empty(whole, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self._index)
+            raise DeviceMemoryError(
+                f"cuda:{self._index} has no room for {len(sources)} tensors: "
+                f"wanted {whole} bytes, {free} of {total} free"
+            ) from error
+        typed: dict[str, Any] = {}
+        tensors = []
+        for start, source in zip(starts, sources, strict=True):
+            data = source.data
+            if data.dtype not in typed:
+                typed[data.dtype] = base.view(getattr(torch, data.dtype))
+            view = typed[data.dtype]
+            tensors.append(view.as_strided(data.shape, _strides(data.shape), start // view.element_size()))
+        return tensors, [base.data_ptr()]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Strides of a C-contiguous tensor, in elements; torch's own rule for empty dimensions."""
+    return [*itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)][::-1][
+        : len(shape)
+    ]
 
 
 def _require(device_index: int) -> tuple[Any, Any]:
@@ -128,9 +228,37 @@ def _require(device_index: int) -> tuple[Any, Any]:
     return torch, runtime
 
 
-def _pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``nbytes`` of page-locked memory from cudaHostAlloc, freed with the last array that refers to it."""
-    from cupy.cuda import PinnedMemory, PinnedMemoryPointer
+def _pinned(num_slots: int, slot_bytes: int) -> list[ByteArray]:
+    """Page-locked slots from one cudaHostAlloc; freed with the last array that refers to it.
 
-    memory = PinnedMemoryPointer(PinnedMemory(nbytes), 0)
-    return np.frombuffer(memory, np.uint8, nbytes)
+    Where the system refuses, or has too little memory, half as many are tried, down to two, with one warning.
+    """
+    from cupy.cuda import PinnedMemory, PinnedMemoryPointer, runtime
+
+    wanted = num_slots
+    # Pinning more than there is would not fail: it would have the system kill a process, perhaps this one.
+    num_slots = max(2, min(num_slots, _available_bytes() // 2 // slot_bytes))
+    while True:
+        try:
+            memory = PinnedMemoryPointer(PinnedMemory(num_slots * slot_bytes), 0)
+            break
+        except runtime.CUDARuntimeError as error:
+            if num_slots <= 2:
+                raise DeviceError(f"cannot pin {num_slots} slots of {slot_bytes} bytes: {error}") from error
+            num_slots = max(2, num_slots // 2)
+    if num_slots < wanted:
+        _log.warning(
+            "pinned %d bytes of staging memory, %d were asked for: the system refuses more (see `mmcopy doctor`)",
+            num_slots * slot_bytes,
+            wanted * slot_bytes,
+        )
+    whole: ByteArray = np.frombuffer(memory, np.uint8, num_slots * slot_bytes)
+    return [whole[start : start + slot_bytes] for start in range(0, len(whole), slot_bytes)]
+
+
+def _available_bytes() -> int:
+    """Memory that could be used without swapping, as the kernel estimates it."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import DeviceMemoryError, MissingDependencyError
-from .sources import Source
+from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
+from .sources import ByteArray, Source
 from .tensors import TensorData
 
 if TYPE_CHECKING:
@@ -19,29 +20,72 @@ if TYPE_CHECKING:
 __all__ = ["NumpyDestination", "TorchDestination"]
 
 
-class NumpyDestination:
-    """New numpy arrays. bfloat16 and float8 come as ml_dtypes' types where that package is installed, otherwise as
-    unsigned integers of the same width that hold the same bits."""
+class _HostDestination:
+    """What the two frameworks share: allocate, fill, check what the caller brings."""
+
+    array_type: type
 
     def __init__(self, *, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._ml_dtypes = importlib.import_module("ml_dtypes") if importlib.util.find_spec("ml_dtypes") else None
 
-    def move(self, sources: Sequence[Source]) -> list[np.ndarray[Any, Any]]:
-        arrays = []
-        for source in sources:
-            data = source.data
-            try:
-                flat = np.empty(data.nbytes, np.uint8)
-            except MemoryError as error:
-                raise _no_room(data) from error
-            source.read_into(flat, 0, num_threads=self._num_threads)
-            source.close()
-            arrays.append(flat.view(self._dtype(data.dtype)).reshape(data.shape))
+    def move(
+        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
+    ) -> list[Any]:
+        """The sources' bytes in new arrays, or in ``out``, checked by :meth:`check_out`. Blocks until all is there."""
+        arrays = [self.allocate(source.data) for source in sources] if out is None else list(out)
+        while_copying()
+        for source, array in zip(sources, arrays, strict=True):
+            source.read_into(self.flat(array), num_threads=self._num_threads)
         return arrays
+
+    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None:
+        """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
+        for n, (source, array) in enumerate(zip(sources, out, strict=True)):
+            problem = self.problem(source.data, array)
+            if problem:
+                raise DeviceError(
+                    f"out {n} is {problem}; want {source.data.dtype} {list(source.data.shape)}, contiguous"
+                )
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         pass
+
+    def allocate(self, data: TensorData) -> Any:
+        raise NotImplementedError
+
+    def flat(self, array: Any) -> ByteArray:
+        raise NotImplementedError
+
+    def problem(self, data: TensorData, array: Any) -> str:
+        raise NotImplementedError
+
+
+class NumpyDestination(_HostDestination):
+    """numpy arrays. bfloat16 and float8 come as ml_dtypes' types where that package is installed, otherwise as unsigned
+    integers of the same width that hold the same bits."""
+
+    def __init__(self, *, num_threads: int) -> None:
+        super().__init__(num_threads=num_threads)
+        self._ml_dtypes = importlib.import_module("ml_dtypes") if importlib.util.find_spec("ml_dtypes") else None
+
+    def allocate(self, data: TensorData) -> np.ndarray[Any, Any]:
+        try:
+            return np.empty(data.shape, self._dtype(data.dtype))
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
+            raise _no_room(data) from error
+
+    def flat(self, array: np.ndarray[Any, Any]) -> ByteArray:
+        return array.reshape(-1).view(np.uint8)
+
+    def problem(self, data: TensorData, array: object) -> str:
+        if not isinstance(array, np.ndarray):
+            return f"{type(array).__name__}, not a numpy array"
+        if (array.dtype, array.shape) != (self._dtype(data.dtype), data.shape):
+            return f"{array.dtype} {list(array.shape)}"
+        return "" if array.flags.c_contiguous and array.flags.writeable else "not contiguous, or read-only"
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         if not name.startswith(("bfloat16", "float8")):
@@ -52,10 +96,11 @@ class NumpyDestination:
         return dtype
 
 
-class TorchDestination:
-    """New torch CPU tensors."""
+class TorchDestination(_HostDestination):
+    """torch CPU tensors."""
 
     def __init__(self, *, num_threads: int) -> None:
+        super().__init__(num_threads=num_threads)
         try:
             import torch
         except ImportError as error:
@@ -63,25 +108,25 @@ class TorchDestination:
                 "framework='torch' needs torch: pip install 'mmcopy[torch]', or use framework='numpy'"
             ) from error
         self._torch = torch
-        self._num_threads = num_threads
 
-    def move(self, sources: Sequence[Source]) -> list[torch.Tensor]:
+    def allocate(self, data: TensorData) -> torch.Tensor:
+        try:
+            return self._torch.empty(data.shape, dtype=getattr(self._torch, data.dtype))
+        except RuntimeError as error:  # torch's word for a failed host allocation
+            raise _no_room(data) from error
+
+    def flat(self, array: torch.Tensor) -> ByteArray:
+        # Shares the tensor's memory: it is contiguous.
+        flat: ByteArray = array.detach().reshape(-1).view(self._torch.uint8).numpy()
+        return flat
+
+    def problem(self, data: TensorData, array: object) -> str:
         torch = self._torch
-        tensors = []
-        for source in sources:
-            data = source.data
-            try:
-                tensor = torch.empty(data.shape, dtype=getattr(torch, data.dtype))
-            except RuntimeError as error:  # torch's word for a failed host allocation
-                raise _no_room(data) from error
-            flat = tensor.reshape(-1).view(torch.uint8).numpy()  # shares the tensor's memory: it is contiguous
-            source.read_into(flat, 0, num_threads=self._num_threads)
-            source.close()
-            tensors.append(tensor)
-        return tensors
-
-    def close(self) -> None:
-        pass
+        if not isinstance(array, torch.Tensor):
+            return f"{type(array).__name__}, not a torch tensor"
+        if array.device.type != "cpu" or (array.dtype, tuple(array.shape)) != (getattr(torch, data.dtype), data.shape):
+            return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)} on {array.device}"
+        return "" if array.is_contiguous() else "not contiguous"
 
 
 def _no_room(data: TensorData) -> DeviceMemoryError:

@@ -1,12 +1,16 @@
-"""Counters of what was sent, received, removed and refused."""
+"""Counters of what was sent, received, removed and refused, and histograms of where the time went."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-__all__ = ["Counter", "Metrics"]
+__all__ = ["Counter", "Histogram", "Metrics", "Stage"]
 
 
 class Counter(enum.StrEnum):
@@ -28,14 +32,55 @@ class Counter(enum.StrEnum):
     """By why: received, released (removed without being delivered), cancelled (taken back by the sender), swept."""
     REMOVE_FAILURES = "remove_failures"
     """By exception class: segments that were ours to remove and could not be."""
+    SLOT_WAITS = "slot_waits"
+    """By device: how often the copy threads had to wait because every staging slot still had a copy to do."""
+
+
+class Stage(enum.StrEnum):
+    """A part of a receive whose seconds are measured when asked for."""
+
+    RECEIVE = "receive"
+    """The whole call."""
+    OPEN = "open"
+    """Opening and checking the segments."""
+    MOVE = "move"
+    """From the open sources to the last queued copy, allocation included."""
+    SLOT_WAIT = "slot_wait"
+    """Each wait that SLOT_WAITS counts."""
+    CLOSE = "close"
+    """Letting go of the segments, as far as the call does it."""
+
+
+_NUM_BUCKETS = 26  # up to 2**25 us, 33 s
+
+
+@dataclass
+class Histogram:
+    """Seconds in buckets that double: ``buckets[n]`` counts those above 2**(n-1) and up to 2**n microseconds.
+
+    The first bucket also has all below, the last all above.
+    """
+
+    count: int = 0
+    sum_s: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * _NUM_BUCKETS)
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.sum_s += seconds
+        self.buckets[min(max(0, round(seconds * 1e6) - 1).bit_length(), _NUM_BUCKETS - 1)] += 1
 
 
 class Metrics:
-    """Thread-safe counters. One object may serve several senders and receivers; it never blocks for long."""
+    """Thread-safe counters. One object may serve several senders and receivers; it never blocks for long.
 
-    def __init__(self) -> None:
+    With ``timings`` the stages of receives are measured, too; without, that costs nothing.
+    """
+
+    def __init__(self, *, timings: bool = False) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[Counter, str], int] = defaultdict(int)
+        self._timings: defaultdict[Stage, Histogram] | None = defaultdict(Histogram) if timings else None
 
     def count(self, counter: Counter, label: str, amount: int = 1) -> None:
         """Add ``amount`` to ``counter`` under ``label``."""
@@ -54,3 +99,29 @@ class Metrics:
             for (counter, label), value in sorted(self._values.items()):
                 result.setdefault(counter.value, {})[label] = value
         return result
+
+    def timer(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """A block whose seconds count for ``stage``, also when it raises."""
+        return _NOTHING if self._timings is None else self._measured(stage)
+
+    def timings(self) -> dict[str, Histogram]:
+        """A copy of the histograms by stage; empty without ``timings``."""
+        with self._lock:
+            return {
+                stage.value: Histogram(histogram.count, histogram.sum_s, list(histogram.buckets))
+                for stage, histogram in sorted((self._timings or {}).items())
+            }
+
+    @contextlib.contextmanager
+    def _measured(self, stage: Stage) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            assert self._timings is not None
+            with self._lock:
+                self._timings[stage].add(seconds)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

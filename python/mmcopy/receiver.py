@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
 from .config import default_num_threads
-from .errors import ClosedError, ConfigError, DeviceError, MmcopyError
+from .errors import ClosedError, ConfigError, DeviceError, MissingDependencyError, MmcopyError
 from .host import NumpyDestination, TorchDestination
-from .metrics import Counter, Metrics
+from .metrics import Counter, Metrics, Stage
+from .pending import PendingReceive
 from .sources import Source, SourceOpener
 from .tensors import ShmHandle, TensorData
 
@@ -24,7 +28,13 @@ Key = TypeVar("Key")
 
 
 class _Destination(Protocol):
-    def move(self, sources: Sequence[Source]) -> list[Any]: ...
+    def move(
+        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
+    ) -> list[Any]: ...
+
+    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None: ...
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[None]: ...
 
     def close(self) -> None: ...
 
@@ -37,8 +47,11 @@ class Receiver:
     the same width without that package). On CUDA always torch; cupy is needed too.
 
     ``accept_prefixes``: only segments whose names begin so are opened and removed. ``num_threads`` copy threads are
-    used for large tensors (None: one a core, 8 at most). ``staging_bytes`` of pinned memory are allocated here, in
-    slots of ``slot_bytes``, on CUDA only; no receive allocates any. ``timeout_s`` bounds each wait for the GPU.
+    used for large tensors (None: one a core, 8 at most). On CUDA ``staging_bytes`` of pinned memory, in slots of
+    ``slot_bytes``, and the threads are made here; no receive allocates any. ``timeout_s`` bounds one
+    receive's waiting for copy threads and the GPU.
+
+    ``metrics`` counts, and measures the stages when it was made with ``timings``; ``nvtx`` marks them for a profiler.
 
     Methods may be called from several threads. After ``fork`` the child's copy refuses to work.
     """
@@ -52,18 +65,23 @@ class Receiver:
         num_threads: int | None = None,
         accept_prefixes: Sequence[str] = ACCEPT_PREFIXES,
         staging_bytes: int = 64 << 20,
-        slot_bytes: int = 4 << 20,
+        slot_bytes: int = 1 << 20,
         timeout_s: float = 60.0,
         metrics: Metrics | None = None,
+        nvtx: bool = False,
     ) -> None:
         self.device = str(device)
         self.shm_dir = os.fspath(shm_dir)
         self.metrics = metrics or Metrics()
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._closed = False
+        self._threads: ThreadPoolExecutor | None = None
+        self._timeout_s = timeout_s
         self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics)
         threads = num_threads or default_num_threads()
         index = _cuda_index(self.device)
+        self._nvtx_range = _nvtx_range() if nvtx else None
         if framework not in ("torch", "numpy"):
             raise ConfigError(f"framework is {framework!r}, want 'torch' or 'numpy'")
         if index is not None:
@@ -77,6 +95,7 @@ class Receiver:
                 slot_bytes=slot_bytes,
                 num_threads=threads,
                 timeout_s=timeout_s,
+                metrics=self.metrics,
             )
         elif framework == "torch":
             self._destination = TorchDestination(num_threads=threads)
@@ -84,29 +103,53 @@ class Receiver:
             self._destination = NumpyDestination(num_threads=threads)
 
     @overload
-    def receive(self, items: TensorData) -> Any: ...
+    def receive(self, items: TensorData, *, out: Any = None) -> Any: ...
     @overload
-    def receive(self, items: Mapping[Key, TensorData]) -> dict[Key, Any]: ...
+    def receive(self, items: Mapping[Key, TensorData], *, out: Mapping[Key, Any] | None = None) -> dict[Key, Any]: ...
     @overload
-    def receive(self, items: Sequence[TensorData]) -> list[Any]: ...
-    def receive(self, items: TensorData | Mapping[Key, TensorData] | Sequence[TensorData]) -> Any:
+    def receive(self, items: Sequence[TensorData], *, out: Sequence[Any] | None = None) -> list[Any]: ...
+    def receive(self, items: TensorData | Mapping[Key, TensorData] | Sequence[TensorData], *, out: Any = None) -> Any:
         """The tensors of one request, in the form of ``items``: one tensor, a dict with its keys, or a list.
 
-        New C-contiguous tensors of each item's dtype and shape. Blocks the calling thread until every byte has left
-        shared memory and the message (call it off an event loop); on CUDA it does not wait for the GPU, and the
-        tensors are safe on the caller's current stream. Inline payloads may be reused at once.
+        New C-contiguous tensors of each item's dtype and shape (on CUDA views into one allocation, which lives as long
+        as any of them), or ``out``, tensors of the caller in the form of ``items`` that have exactly the device, dtype
+        and shape, and are contiguous. Blocks the calling thread until every byte has left shared memory and the message
+        (call it off an event loop); on CUDA it does not wait for the GPU, and the tensors are safe on the caller's
+        current stream. Inline payloads may be reused at once.
 
         All segments of the request are opened before the first is read, and all are removed, on success and on
         error alike. Raises the error of the first bad item, with nothing delivered: :class:`SegmentNotFoundError`,
         :class:`SegmentPermissionError`, :class:`SegmentSizeError`, :class:`SegmentKindError`,
         :class:`SegmentNameError`, :class:`RepeatedHandleError`, :class:`DeviceMemoryError`,
-        :class:`ReceiveTimeoutError`, :class:`ClosedError`; MemoryError when the host has no room.
+        :class:`DeviceError` (an ``out`` of the wrong kind: none is written to), :class:`ReceiveTimeoutError`,
+        :class:`ClosedError`; MemoryError when the host has no room. After an error in the middle of a receive ``out``
+        holds anything.
         """
-        if isinstance(items, TensorData):
-            return self._receive([items])[0]
-        if isinstance(items, Mapping):
-            return dict(zip(items, self._receive(list(items.values())), strict=True))
-        return self._receive(list(items))
+        flat, flat_out, form = self._flatten(items, out)
+        return form(self._receive(flat, flat_out))
+
+    def receive_async(
+        self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], *, out: Any = None
+    ) -> PendingReceive:
+        """:meth:`receive` on a thread of this receiver (two at a time); returns at once.
+
+        The result can be waited for or awaited. Its tensors are safe on the stream that is current now.
+        """
+        flat, flat_out, form = self._flatten(items, out)
+        stream = self._destination.on_current_stream()
+
+        def run() -> Any:
+            with stream:
+                return form(self._receive(flat, flat_out))
+
+        with self._lock:
+            if self._threads is None and not self._closed:
+                self._threads = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-receive")
+            threads = self._threads
+        if threads is None:
+            self._opener.release(flat)
+            raise ClosedError("the receiver is closed")
+        return PendingReceive(threads.submit(run), lambda: self._opener.release(flat))
 
     def release(
         self,
@@ -126,10 +169,17 @@ class Receiver:
 
         Tensors that were received stay valid.
         """
-        if not self._closed:
-            self._closed = True
-            if self._pid == os.getpid():
-                self._destination.close()
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            threads, self._threads = self._threads, None
+        if was_closed or self._pid != os.getpid():
+            return
+        if threads is not None:
+            threads.shutdown()  # what has been submitted still ends, each within its own limits
+        try:
+            self._destination.close()
+        finally:
+            self._opener.join(self._timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -139,28 +189,91 @@ class Receiver:
     ) -> None:
         self.close()
 
-    def _receive(self, items: list[TensorData]) -> list[Any]:
+    def _stage(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """Around a part of a receive: its seconds, and a range for a profiler, each where it was asked for."""
+        timer = self.metrics.timer(stage)
+        return timer if self._nvtx_range is None else _both(timer, self._nvtx_range(f"mmcopy {stage}"))
+
+    def _receive(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
+        with self._stage(Stage.RECEIVE):
+            return self._receive_stages(items, out)
+
+    def _receive_stages(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
         if self._pid != os.getpid():
             raise ClosedError(
                 f"the receiver belongs to process {self._pid}, this is {os.getpid()} forked from it: make a new one"
             )
         sources: list[Source] = []
+        why = "released"
         try:
             if self._closed:
                 self._opener.release(items)
                 raise ClosedError("the receiver is closed")
-            sources = self._opener.open_all(items)
-            tensors = self._destination.move(sources)
-        except BaseException as error:
-            for source in sources:
-                source.close("released")
-            if isinstance(error, (MmcopyError, MemoryError)):
-                self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
+            with self._stage(Stage.OPEN):
+                sources = self._opener.open_all(items)
+            if out is not None:
+                self._destination.check_out(sources, out)
+
+            def while_copying() -> None:
+                for source in sources:
+                    source.remove("received")
+
+            with self._stage(Stage.MOVE):
+                tensors = self._destination.move(sources, out=out, while_copying=while_copying)
+            why = "received"
+        except (MmcopyError, MemoryError) as error:
+            self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
             raise
+        finally:
+            with self._stage(Stage.CLOSE):
+                self._opener.close(sources, why)
         for item in items:
             self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
             self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
         return tensors
+
+    def _flatten(
+        self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any
+    ) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
+        try:
+            return _flatten(items, out)
+        except DeviceError:
+            self.release(items)
+            raise
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[None], inner: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _flatten(
+    items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any
+) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
+    """The items as a list, ``out`` in the same order, and what gives a list of results the form of ``items``."""
+    if isinstance(items, TensorData):
+        return [items], None if out is None else [out], lambda results: results[0]
+    if isinstance(items, Mapping):
+        keys = list(items)
+        if out is not None and (not isinstance(out, Mapping) or set(out) != set(keys)):
+            raise DeviceError(f"out has the keys {sorted(map(str, out))}, items has {sorted(map(str, keys))}")
+        flat_out = None if out is None else [out[key] for key in keys]
+        return list(items.values()), flat_out, lambda results: dict(zip(keys, results, strict=True))
+    if out is not None and len(out) != len(items):
+        raise DeviceError(f"out has {len(out)} tensors, items has {len(items)}")
+    return list(items), None if out is None else list(out), lambda results: results
+
+
+def _nvtx_range() -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    try:
+        from torch.cuda import nvtx
+    except ImportError as error:
+        raise MissingDependencyError("nvtx=True needs torch: pip install 'mmcopy[torch]'") from error
+    marked: Callable[[str], contextlib.AbstractContextManager[None]] = nvtx.range
+    return marked
 
 
 def _cuda_index(device: str) -> int | None:

@@ -1,7 +1,7 @@
 """Where a received tensor's bytes are read from: a segment, or the message itself.
 
-A source reads any part of its bytes into any host buffer, and is closed once. Closing a segment's source removes the
-segment: it was handed over, so it is the receiver's to remove.
+A segment's life here: opened (all of a request, or none), its name removed while it is read, closed afterwards. It was
+handed over, so it is the receiver's to remove, whatever happens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,35 @@ from .errors import MmcopyError, RepeatedHandleError, SegmentNameError
 from .metrics import Counter, Metrics
 from .tensors import Inline, ShmHandle, TensorData
 
-__all__ = ["InlineSource", "SegmentSource", "Source", "SourceOpener"]
+__all__ = ["ByteArray", "InlineSource", "SegmentSource", "Source", "SourceOpener"]
 
 _log = logging.getLogger(__name__)
 
 ByteArray: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+_REAP_BYTES = 1 << 20
+"""Below this, freeing a segment's pages takes no longer than handing it to another thread."""
+
+_REAP_BACKLOG = 8
+"""Segments that may wait to be freed. Beyond, the receiver frees by itself, so that shared memory cannot fill up."""
 
 
 class Source(Protocol):
     """The bytes of one tensor, readable in parts and in any order."""
 
     data: TensorData
+    offset: int
+    """Where the tensor begins in ``native``."""
 
-    def read_into(self, dst: ByteArray, start: int, *, num_threads: int) -> None:
-        """Fill ``dst`` with the tensor's bytes from ``start`` on. Blocks."""
+    @property
+    def native(self) -> _native.Segment | memoryview:
+        """What the copy threads read."""
 
-    def close(self, why: str = "received") -> None:
-        """Let go of the bytes; a segment is removed, and counted under ``why``. Idempotent, never raises."""
+    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
+        """Fill ``dst`` with all of the tensor's bytes. Blocks."""
+
+    def remove(self, why: str) -> None:
+        """A segment's name goes, and is counted under ``why``; what is open stays readable. Once; never raises."""
 
 
 class InlineSource:
@@ -41,12 +53,13 @@ class InlineSource:
 
     def __init__(self, data: TensorData, payload: Inline) -> None:
         self.data = data
-        self._bytes = memoryview(payload.data).cast("B")
+        self.native = memoryview(payload.data).cast("B")
+        self.offset = 0
 
-    def read_into(self, dst: ByteArray, start: int, *, num_threads: int) -> None:
-        _native.copy_into(self._bytes[start : start + len(dst)], dst, num_threads=num_threads)
+    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
+        _native.copy_into(self.native, dst, num_threads=num_threads)
 
-    def close(self, why: str = "received") -> None:
+    def remove(self, why: str) -> None:
         pass
 
 
@@ -55,34 +68,32 @@ class SegmentSource:
 
     def __init__(self, data: TensorData, payload: ShmHandle, segment: _native.Segment, metrics: Metrics) -> None:
         self.data = data
-        self._offset = payload.offset
-        self._segment = segment
+        self.native = segment
+        self.offset = payload.offset
         self._metrics = metrics
-        self._closed = False
+        self._removed = False
 
-    def read_into(self, dst: ByteArray, start: int, *, num_threads: int) -> None:
-        self._segment.read_into(dst, self._offset + start, num_threads=num_threads)
+    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
+        self.native.read_into(dst, self.offset, num_threads=num_threads)
 
-    def close(self, why: str = "received") -> None:
-        if not self._closed:
-            self._closed = True
-            remove(self._segment, why, self._metrics)
+    def remove(self, why: str) -> None:
+        if not self._removed:
+            self._removed = True
+            remove(self.native, why, self._metrics)
 
 
 def remove(segment: _native.Segment, why: str, metrics: Metrics) -> None:
-    """Unlink and close; a failure is counted and logged, never raised into a request."""
+    """Unlink; a failure is counted and logged, never raised into a request."""
     try:
         if segment.unlink():
             metrics.count(Counter.SEGMENTS_REMOVED, why)
     except MmcopyError as error:
         metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
         _log.warning("could not remove segment %r: %s", segment.name, error)
-    finally:
-        segment.close()
 
 
 class SourceOpener:
-    """Opens what a request names, all or nothing.
+    """Opens what a request names, all or nothing, and closes it.
 
     Only names that begin with one of ``accept_prefixes`` are opened, and so removed: a handle is a peer's word, and
     other programs keep files in the same directory.
@@ -92,6 +103,7 @@ class SourceOpener:
         self._shm_dir = shm_dir
         self._accept_prefixes = tuple(accept_prefixes)
         self._metrics = metrics
+        self._reaper = _native.Reaper()
 
     def open_all(self, items: Sequence[TensorData]) -> list[Source]:
         """One source an item, every segment open and long enough.
@@ -114,11 +126,26 @@ class SourceOpener:
                 sources.append(SegmentSource(item, handle, segment, self._metrics))
                 segment.check(handle.offset, handle.nbytes)
         except BaseException:
-            for source in sources:
-                source.close("released")
+            self.close(sources, "released")
             self.release(items[len(sources) :])
             raise
         return sources
+
+    def close(self, sources: Sequence[Source], why: str) -> None:
+        """Remove what is not removed yet, and let go of all. The pages of large segments are freed on another thread,
+        so that this does not block for them."""
+        segments = []
+        nbytes = 0
+        for source in sources:
+            source.remove(why)
+            if isinstance(source.native, _native.Segment):
+                segments.append(source.native)
+                nbytes += source.native.file_nbytes
+        if nbytes >= _REAP_BYTES and self._reaper.pending <= _REAP_BACKLOG:
+            self._reaper.close_later(segments)
+        else:
+            for segment in segments:
+                segment.close()
 
     def release(self, items: Sequence[TensorData | ShmHandle]) -> int:
         """Remove the segments that ``items`` name, unread; how many were removed. Never raises for a bad handle."""
@@ -130,8 +157,13 @@ class SourceOpener:
                 _log.debug("nothing to release for %r: %s", handle.name, error)
                 continue
             remove(segment, "released", self._metrics)
+            segment.close()
             removed += 1
         return removed
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all that was closed is freed; False when the limit comes first."""
+        return self._reaper.join(timeout_s)
 
     def _open(self, handle: ShmHandle) -> _native.Segment:
         name = _native.validate_segment_name(handle.name)

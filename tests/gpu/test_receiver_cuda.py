@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import pathlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from mmcopy import (
     DeviceError,
     DeviceMemoryError,
     Inline,
+    Metrics,
     Receiver,
     ReceiveTimeoutError,
     SegmentNotFoundError,
@@ -64,6 +67,10 @@ def raw(tensor: Any) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()) if tensor.numel() else b""
 
 
+def copy_stream_of(receiver: Receiver) -> Any:
+    return receiver._destination._copy_stream.stream  # type: ignore[attr-defined]
+
+
 def hold(torch: Any, stream: Any, milliseconds: int = 20) -> None:
     """Keep ``stream`` busy for about that long."""
     with torch.cuda.stream(stream):
@@ -108,7 +115,7 @@ def test_the_callers_stream_sees_the_bytes_without_a_host_wait(torch: Any, sende
     for seed in range(200):
         source = random_bytes(3 * SLOT + seed, seed)
         if seed % 10 == 0:
-            hold(torch, receiver._destination._copy_stream, 2)  # type: ignore[attr-defined]
+            hold(torch, copy_stream_of(receiver), 2)
         with torch.cuda.stream(stream):
             tensor = receiver.receive(sender.send(source))
             total = tensor.sum(dtype=torch.int64)  # queued behind the copies on the caller's stream
@@ -117,7 +124,7 @@ def test_the_callers_stream_sees_the_bytes_without_a_host_wait(torch: Any, sende
 
 
 def test_slots_are_not_refilled_under_a_slow_copy_stream(torch: Any, sender: Sender, receiver: Receiver) -> None:
-    copy_stream = receiver._destination._copy_stream  # type: ignore[attr-defined]
+    copy_stream = copy_stream_of(receiver)
     for round_ in range(10):
         hold(torch, copy_stream)
         # Twice the ring: the second half must wait for the first half's copies.
@@ -145,6 +152,80 @@ def test_tensors_dropped_at_once_do_not_harm_the_next(torch: Any, sender: Sender
         receiver.receive(sender.send(random_bytes(SLOT, seed)))
         fresh = torch.full((SLOT,), 7, dtype=torch.uint8, device="cuda:0")
         assert int(fresh.sum(dtype=torch.int64)) == 7 * SLOT
+
+
+@pytest.mark.parametrize("held", ["copy stream", "caller's stream"])
+def test_races_thousands_of_times(torch: Any, sender: Sender, receiver: Receiver, held: str) -> None:
+    """A spinning kernel holds a stream while slots, removed sources and dropped destinations are used again."""
+    stream = torch.cuda.Stream()
+    sources = [random_bytes(3 * SLOT // 2 + 4097 * n, n) for n in range(8)]
+    sums = [int(source.sum(dtype=np.int64)) for source in sources]
+    pending: list[tuple[Any, int]] = []
+    for round_ in range(2000):
+        n = round_ % len(sources)
+        if round_ % 50 == 0:
+            hold(torch, stream if held == "caller's stream" else copy_stream_of(receiver), 3)
+        with torch.cuda.stream(stream):
+            tensor = receiver.receive(sender.send(sources[n]))
+            pending.append((tensor.sum(dtype=torch.int64), sums[n]))
+            del tensor  # its memory goes to the next receive, behind the sum on this stream
+        if len(pending) == 100:
+            stream.synchronize()
+            assert [int(total) for total, _ in pending] == [wanted for _, wanted in pending]
+            pending.clear()
+
+
+def test_out_is_filled_where_it_is(torch: Any, sender: Sender, receiver: Receiver) -> None:
+    sizes = [1, 100, SLOT, 3 * SLOT + 5, 0]
+    out = [torch.zeros(n, dtype=torch.uint8, device="cuda:0") for n in sizes]
+    addresses = [tensor.data_ptr() for tensor in out]
+    for round_ in range(20):
+        sources = [random_bytes(n, round_ * 10 + i) for i, n in enumerate(sizes)]
+        hold(torch, torch.cuda.current_stream(), 1)
+        seen = [tensor.clone() for tensor in out]  # queued behind the hold: the next receive must come after
+        before = [raw(tensor) for tensor in out] if round_ % 5 == 0 else None
+        got = receiver.receive([sender.send(source) for source in sources], out=out)
+        assert [raw(tensor) for tensor in got] == [source.tobytes() for source in sources]
+        if before is not None:
+            assert [raw(tensor) for tensor in seen] == before
+    assert [tensor.data_ptr() for tensor in out] == addresses
+    for bad in (torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int8, device="cuda:0"), None):
+        with pytest.raises(DeviceError, match="out 0 is"):
+            receiver.receive([sender.send(b"x")], out=[bad])
+
+
+def test_receive_async_is_safe_on_the_stream_it_was_asked_on(torch: Any, sender: Sender, receiver: Receiver) -> None:
+    stream = torch.cuda.Stream()
+    for seed in range(50):
+        source = random_bytes(2 * SLOT + seed, seed)
+        hold(torch, copy_stream_of(receiver), 1)
+        with torch.cuda.stream(stream):
+            tensor = receiver.receive_async(sender.send(source)).wait(20)
+            total = tensor.sum(dtype=torch.int64)
+        stream.synchronize()
+        assert int(total) == int(source.sum(dtype=np.int64))
+
+
+def test_many_small_tensors_come_in_one_transfer(
+    monkeypatch: pytest.MonkeyPatch, sender: Sender, receiver: Receiver
+) -> None:
+    copies = receiver._destination._copy_stream  # type: ignore[attr-defined]
+    count = 0
+    copy = copies.copy
+
+    def counted(*args: int) -> None:
+        nonlocal count
+        count += 1
+        copy(*args)
+
+    monkeypatch.setattr(copies, "copy", counted)
+    sources = [random_bytes(1000 + n, n) for n in range(100)]
+    items = [
+        sender.send(source) if n % 2 else TensorData("uint8", source.shape, Inline(source.tobytes()))
+        for n, source in enumerate(sources)
+    ]
+    assert [raw(tensor) for tensor in receiver.receive(items)] == [source.tobytes() for source in sources]
+    assert count == 1
 
 
 def test_two_threads_share_a_receiver(torch: Any, sender: Sender, receiver: Receiver) -> None:
@@ -183,6 +264,7 @@ def test_errors_in_the_middle_give_slots_and_segments_back(
 ) -> None:
     ring = receiver._destination._ring  # type: ignore[attr-defined]
     runtime = receiver._destination._runtime  # type: ignore[attr-defined]
+    copies = receiver._destination._copy_stream  # type: ignore[attr-defined]
     source = random_bytes(6 * SLOT, 1)
 
     class Failing:
@@ -201,11 +283,11 @@ def test_errors_in_the_middle_give_slots_and_segments_back(
             runtime.memcpyAsync(*args)
 
     for n in (1, 3, 6):
-        monkeypatch.setattr(receiver._destination, "_runtime", Failing(n))
+        monkeypatch.setattr(copies, "_runtime", Failing(n))
         with pytest.raises(DeviceError, match="cuda:0 refused a copy"):
             receiver.receive([sender.send(source), sender.send(source)])
-        assert len(ring._free) == 4
-    monkeypatch.setattr(receiver._destination, "_runtime", runtime)
+        assert ring.num_free == ring.num_slots
+    monkeypatch.setattr(copies, "_runtime", runtime)
     assert raw(receiver.receive(sender.send(source))) == source.tobytes()
 
 
@@ -221,7 +303,7 @@ def test_bad_segments_leave_nothing(sender: Sender, receiver: Receiver) -> None:
 
 def test_a_held_copy_stream_is_a_timeout(torch: Any, sender: Sender) -> None:
     with Receiver("cuda:0", staging_bytes=2 * SLOT, slot_bytes=SLOT, timeout_s=0.05) as receiver:
-        copy_stream = receiver._destination._copy_stream  # type: ignore[attr-defined]
+        copy_stream = copy_stream_of(receiver)
         hold(torch, copy_stream, 1000)
         with pytest.raises(ReceiveTimeoutError, match="staging slot"):
             receiver.receive(sender.send(random_bytes(6 * SLOT, 1)))
@@ -279,3 +361,71 @@ def test_after_close_and_devices_that_do_not_exist(torch: Any, sender: Sender) -
     count = torch.cuda.device_count()
     with pytest.raises(DeviceError, match=rf"cuda:{count} does not exist: torch finds {count} CUDA devices"):
         Receiver(f"cuda:{count}")
+
+
+def test_a_ring_larger_than_memory_is_smaller_with_a_warning(sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+    with Receiver("cuda:0", staging_bytes=1 << 50, slot_bytes=1 << 36) as receiver:
+        (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert str(1 << 50) in message
+        source = random_bytes(5 * SLOT, 1)
+        assert raw(receiver.receive(sender.send(source))) == source.tobytes()
+
+
+def test_nvtx_and_timings(sender: Sender) -> None:
+    metrics = Metrics(timings=True)
+    with Receiver("cuda:0", staging_bytes=2 * SLOT, slot_bytes=SLOT, metrics=metrics, nvtx=True) as receiver:
+        source = random_bytes(9 * SLOT, 1)
+        assert raw(receiver.receive(sender.send(source))) == source.tobytes()
+    assert {"receive", "open", "move", "close"} <= metrics.timings().keys()
+
+
+ON_THE_SECOND = """
+import sys, numpy, torch, mmcopy
+always = mmcopy.TransportConfig(mode="shm", shm_min_bytes=0)
+with mmcopy.Sender(always) as sender, mmcopy.Receiver("cuda:1") as receiver:
+    source = numpy.arange(1 << 22, dtype=numpy.int32)
+    tensor = receiver.receive(sender.send(source))
+    assert str(tensor.device) == "cuda:1"
+    assert torch.equal(tensor.cpu(), torch.from_numpy(source))
+    pending = receiver.receive_async(sender.send(source)).wait(20)
+    assert torch.equal(pending.cpu(), torch.from_numpy(source))
+    out = torch.empty_like(tensor)
+    receiver.receive(sender.send(source), out=out)
+    assert torch.equal(out.cpu(), torch.from_numpy(source))
+    print("received", flush=True)
+    sys.stdin.read()
+"""
+
+
+def used_mib(index: int) -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", str(index)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_no_context_on_another_device(torch: Any, segments: Callable[[], list[str]]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    before = used_mib(0)
+    child = subprocess.Popen(
+        [sys.executable, "-c", ON_THE_SECOND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "received\n"
+        assert used_mib(0) - before < 64  # a context takes some hundred MiB
+    finally:
+        child.communicate("", timeout=60)
+    assert child.returncode == 0
+
+
+def test_two_devices_at_once(torch: Any, sender: Sender) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = {"staging_bytes": 4 * SLOT, "slot_bytes": SLOT}
+    with Receiver("cuda:0", **options) as first, Receiver("cuda:1", **options) as second:  # type: ignore[arg-type]
+        for seed in range(50):
+            sources = [random_bytes(3 * SLOT + seed, seed * 2 + n) for n in range(2)]
+            tensors = [r.receive(sender.send(s)) for r, s in zip((first, second), sources, strict=True)]
+            assert [str(tensor.device) for tensor in tensors] == ["cuda:0", "cuda:1"]
+            assert [raw(tensor) for tensor in tensors] == [source.tobytes() for source in sources]
+            assert torch.cuda.current_device() == 0
