@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,7 +69,9 @@ def test_a_request_and_what_can_be_read_about_it(
         assert gateway.log_lines("POST path=/v1/chat/completions")
         assert gateway.request("GET", "/nothing").status == 404
         assert settle(lambda: gateway.segments() == [])
-        late = gateway.chat(text="no picture, which could stay behind", timeout_s=1e-6)
+        with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
+            patch.setattr(gateway, "url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            late = gateway.chat(text="nobody answers", timeout_s=0.1)
         assert late.status is None
         assert late.text
         pid = gateway.pid
