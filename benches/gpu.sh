@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs an NVIDIA GPU, in one go: installs mmcopy from a wheel, runs the gpu tests, the demo onto cuda:0
-# and the receive benchmark, and writes logs and figures into a folder.
+# and the receive benchmarks, and writes logs, figures and a plot into a folder.
 #
 #     benches/gpu.sh WHEEL_FOLDER OUT_FOLDER
 #
 # WHEEL_FOLDER holds mmcopy's wheel (`make wheel`) and whatever wheels this machine lacks; nothing is downloaded. python3
-# must have torch, cupy, pytest and pytest-benchmark. Packages go to a temporary folder, not into the environment.
+# must have torch, cupy, matplotlib, pytest and its plugins timeout and benchmark. Packages go to a temporary folder, not
+# into the environment.
 set -u -o pipefail
 wheels=$1 out=$2
 cd "$(dirname "$0")/.."
@@ -27,11 +28,11 @@ step() { # NAME SECONDS COMMAND...
 }
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 step doctor 60 python3 -m mmcopy doctor
-step tests 240 python3 -m pytest tests/gpu -m gpu -q -W default -p no:cacheprovider
+step tests 240 python3 -m pytest tests/gpu tests/doctor tests/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
 for engine in tokenspeed vllm; do
     step "demo-$engine" 90 python3 -m mmcopy demo --engine "$engine" --device cuda:0 --requests 6 --json
 done
 step demo-epd 90 python3 -m mmcopy demo --topology epd --device cuda:0 --json
-step bench 300 python3 -m pytest benches/bench_receive.py -q -W default -p no:cacheprovider \
-    --benchmark-json="$out/receive.json" --benchmark-columns=median,iqr,rounds
+step h2d 180 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --json --plot "$out/h2d.png"
+step sweep 120 python3 -m mmcopy bench copy --device cuda:0
 exit $status

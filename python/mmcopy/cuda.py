@@ -177,16 +177,20 @@ class CudaDestination:
     def _allocate(
         self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """One allocation on the caller's stream, and the tensors as views into it."""
+        """One allocation on the caller's stream, and the tensors as views into it; a single tensor is the allocation."""
         torch = self._torch
         whole = -(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES  # so that it is a whole number of every dtype's elements
         try:
+            if len(sources) == 1:
+                data = sources[0].data
+                tensor = torch.empty(data.shape, dtype=getattr(torch, data.dtype), device=self._device)
+                return [tensor], [tensor.data_ptr()]
             base = torch.empty(whole, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self._index)
             raise DeviceMemoryError(
                 f"cuda:{self._index} has no room for {len(sources)} tensors: "
-                f"wanted {whole} bytes, {free} of {total} free"
+                f"wanted {dest_nbytes} bytes, {free} of {total} free"
             ) from error
         typed: dict[str, Any] = {}
         tensors = []
