@@ -177,7 +177,7 @@ class CudaDestination:
     def _allocate(
         self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """One allocation on the caller's stream, and the tensors as views into it; a single tensor is the allocation."""
+        """One allocation on the caller's stream, and the tensors as views into it; a single tensor is all of it."""
         torch = self._torch
         whole = -(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES  # so that it is a whole number of every dtype's elements
         try:

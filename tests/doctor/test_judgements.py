@@ -213,14 +213,32 @@ def test_available_memory_is_read_in_bytes() -> None:
     assert machine.memory_available("MemTotal: 1 kB\n") is None
 
 
+NEVER = "always within_size advise [never] deny force\n"
+DENY = "always within_size advise never [deny] force\n"
+FORCE = "always within_size advise never deny [force]\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [("always within_size advise [never] deny force\n", "never"), ("[always] never", "always"), ("", "offers none")],
+    ("fstype", "options", "setting", "has_gpu", "status", "found"),
+    [
+        ("tmpfs", ("rw",), NEVER, True, WARNING, "huge=never on /dev/shm"),
+        ("tmpfs", ("rw", "huge=advise"), NEVER, True, WARNING, "huge=advise"),
+        ("tmpfs", ("rw", "huge=within_size"), NEVER, True, GOOD, "huge=within_size"),
+        ("tmpfs", ("rw", "huge=always"), DENY, True, WARNING, "deny, for all"),
+        ("tmpfs", ("rw",), FORCE, True, GOOD, "force, for all"),
+        ("tmpfs", ("rw",), NEVER, False, GOOD, "huge=never"),
+        ("tmpfs", ("rw",), "", True, GOOD, "offers none"),
+        ("ext4", ("rw",), NEVER, True, GOOD, "offers none"),
+    ],
 )
-def test_huge_pages_are_told_and_never_a_fault(text: str, found: str) -> None:
-    line = machine.huge_pages(text)
-    assert line.status is GOOD
-    assert found in line.found.split("(")[0]
+def test_huge_pages(
+    fstype: str, options: tuple[str, ...], setting: str, has_gpu: bool, status: Status, found: str
+) -> None:
+    line = shm.huge_pages(shm.Mount("/dev/shm", fstype, options), setting, has_gpu=has_gpu)
+    assert line.status is status
+    assert found in line.found
+    assert ("remount,huge=within_size /dev/shm" in line.advice) is (status is WARNING)
+    assert shm.huge_pages(None, setting, has_gpu=has_gpu).status is GOOD
 
 
 def proc_self(folder: pathlib.Path, cgroup: str, mounts: list[tuple[str, pathlib.Path, str, str]]) -> pathlib.Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .cgroup import CgroupLimits, read_limits
 from .line import MIB, Line, Status, bytes_text
 
-__all__ = ["cores", "huge_pages", "lines", "memlock", "memory", "memory_available", "open_files"]
+__all__ = ["cores", "lines", "memlock", "memory", "memory_available", "open_files"]
 
 USUAL_MEMLOCK_BYTES = 8 * MIB
 """What the kernel and systemd give by default. Less means that somebody or something lowered it."""
@@ -32,11 +32,6 @@ def lines(*, has_gpu: bool, shm_dir: str) -> Iterator[Line]:
     except OSError:
         shm_bytes = 0
     yield memory(memory_available(Path("/proc/meminfo").read_text(encoding="utf-8")), limits, shm_bytes=shm_bytes)
-    try:
-        setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text(encoding="utf-8")
-    except OSError:
-        setting = ""
-    yield huge_pages(setting)
 
 
 def _soft(which: int) -> int | None:
@@ -132,11 +127,3 @@ def memory(available: int | None, limits: CgroupLimits, *, shm_bytes: int) -> Li
             "make /dev/shm smaller or the limit larger",
         )
     return Line(name, Status.GOOD, text)
-
-
-def huge_pages(shmem_enabled: str) -> Line:
-    """Tell /sys/kernel/mm/transparent_hugepage/shmem_enabled; no setting of it is a fault."""
-    match = re.search(r"\[(\w+)\]", shmem_enabled)
-    if match is None:
-        return Line("huge pages", Status.GOOD, "this kernel offers none for shared memory")
-    return Line("huge pages", Status.GOOD, f"{match[1]} for shared memory (shmem_enabled: {shmem_enabled.strip()})")

@@ -29,7 +29,7 @@ def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False) -> tuple[Lin
     about_gpus = _guarded("GPUs", gpu_lines)
     return (
         *_guarded("versions", versions.lines),
-        *_guarded("shared memory", lambda: shm.lines(shm_dir)),
+        *_guarded("shared memory", lambda: shm.lines(shm_dir, has_gpu=bool(gpus.gpus))),
         *_guarded("leftovers", lambda: leftovers.lines(shm_dir)),
         *_guarded("machine", lambda: machine.lines(has_gpu=bool(gpus.gpus), shm_dir=shm_dir)),
         *about_gpus,
