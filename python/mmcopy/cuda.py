@@ -12,7 +12,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,16 +163,19 @@ class CudaDestination:
 
     def on_current_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context, for another thread, in which the stream that is current here and now is the current one."""
-        stream: contextlib.AbstractContextManager[None] = self._torch.cuda.stream(
-            self._torch.cuda.current_stream(self._index)
-        )
-        return stream
+        return self._on(self._torch.cuda.current_stream(self._index))
 
     def close(self) -> None:
         """Wait until no copy reads pinned memory, then let it go. Raises :class:`ReceiveTimeoutError`."""
         deadline = time.monotonic() + self._timeout_s
         self._ring.close(deadline)
         self._pool.close(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # The device first: leaving a stream for one of another device makes that one current, with a context on it.
+        with self._torch.cuda.device(self._index), self._torch.cuda.stream(stream):
+            yield
 
     def _allocate(
         self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
