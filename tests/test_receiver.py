@@ -305,6 +305,12 @@ def test_a_tensor_larger_than_memory_is_one_error(receiver: Receiver, shm_dir: p
         ("cpu", {"framework": "jax"}, ConfigError, "framework is 'jax'"),
         ("cuda:0", {"framework": "numpy"}, ConfigError, "gives torch tensors"),
         ("cuda:99", {}, DeviceError, "cuda:99"),
+        ("cpu", {"num_threads": 0}, ConfigError, "Receiver.num_threads is 0, want a whole number, 1 or more"),
+        ("cpu", {"num_threads": 1.5}, ConfigError, "Receiver.num_threads is 1.5"),
+        ("cpu", {"staging_bytes": 0}, ConfigError, "Receiver.staging_bytes is 0"),
+        ("cpu", {"slot_bytes": 4095}, ConfigError, "Receiver.slot_bytes is 4095, want a whole number, 4096 or more"),
+        ("cpu", {"timeout_s": 0}, ConfigError, "Receiver.timeout_s is 0, want seconds, more than 0"),
+        ("cpu", {"timeout_s": float("nan")}, ConfigError, "Receiver.timeout_s is nan"),
     ],
 )
 def test_devices_that_are_none(device: str, options: dict[str, Any], error: type[Exception], why: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from mmcopy import (
     CastError,
     ClosedError,
+    ConfigError,
     Counter,
     Inline,
     InlineTooLargeError,
@@ -149,6 +150,19 @@ def test_an_inline_tensor_may_be_bounded() -> None:
         with pytest.raises(InlineTooLargeError, match=r"takes 4194305 bytes .* inline_max_bytes allows 4194304"):
             sender.send(np.zeros((4 << 20) + 1, np.uint8))
         assert sender.metrics.get(Counter.TENSORS_SENT) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"num_threads": 0}, "Sender.num_threads is 0"),
+        ({"num_threads": True}, "Sender.num_threads is True"),
+        ({"inline_max_bytes": -1}, "Sender.inline_max_bytes is -1, want a whole number, 0 or more"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Sender(**options)  # type: ignore[arg-type]
 
 
 def test_the_source_may_be_reused_at_once(shm_dir: pathlib.Path) -> None:

@@ -48,6 +48,20 @@ def parse_mode(value: TransportMode | str, *, setting: str) -> TransportMode:
         raise ConfigError(f"{setting} is {value!r}, want one of {', '.join(allowed)}{hint}") from None
 
 
+def parse_count(value: int, *, setting: str, least: int = 1) -> int:
+    """A whole number, ``least`` or more. Raises :class:`ConfigError` that names ``setting``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{setting} is {value!r}, want a whole number, {least} or more")
+    return value
+
+
+def parse_seconds(value: float, *, setting: str) -> float:
+    """Seconds, more than 0. Raises :class:`ConfigError` that names ``setting``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"{setting} is {value!r}, want seconds, more than 0")
+    return value
+
+
 def parse_min_bytes(value: int, *, setting: str) -> int:
     """A threshold in bytes, 0 or more. Raises :class:`ConfigError` that names ``setting``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

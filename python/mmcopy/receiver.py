@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
-from .config import default_num_threads
+from .config import default_num_threads, parse_count, parse_seconds
 from .errors import ClosedError, ConfigError, DeviceError, MissingDependencyError, MmcopyError
 from .host import NumpyDestination, TorchDestination
 from .metrics import Counter, Metrics, Stage
@@ -77,9 +77,13 @@ class Receiver:
         self._lock = threading.Lock()
         self._closed = False
         self._threads: ThreadPoolExecutor | None = None
-        self._timeout_s = timeout_s
+        self._timeout_s = parse_seconds(timeout_s, setting="Receiver.timeout_s")
         self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics)
-        threads = num_threads or default_num_threads()
+        threads = parse_count(
+            default_num_threads() if num_threads is None else num_threads, setting="Receiver.num_threads"
+        )
+        parse_count(staging_bytes, setting="Receiver.staging_bytes")
+        parse_count(slot_bytes, setting="Receiver.slot_bytes", least=4096)
         index = _cuda_index(self.device)
         self._nvtx_range = _nvtx_range() if nvtx else None
         if framework not in ("torch", "numpy"):

@@ -16,7 +16,7 @@ from typing import Self
 
 from . import _native
 from .arrays import FlatArray, flatten
-from .config import TransportConfig, TransportMode, WorkerSpec, default_num_threads
+from .config import TransportConfig, TransportMode, WorkerSpec, default_num_threads, parse_count
 from .errors import (
     CastError,
     ClosedError,
@@ -78,7 +78,11 @@ class Sender:
         self.config = config or TransportConfig()
         self.metrics = metrics or Metrics()
         self._shm_dir = os.fspath(shm_dir)
-        self._num_threads = num_threads or default_num_threads()
+        if num_threads is None:
+            num_threads = default_num_threads()
+        self._num_threads = parse_count(num_threads, setting="Sender.num_threads")
+        if inline_max_bytes is not None:
+            parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
         self._inline_max_bytes = inline_max_bytes
         self._lock = threading.Lock()
         self._owner: _native.SegmentOwner | None = None
