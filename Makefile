@@ -62,7 +62,7 @@ format: setup-dev ## rewrite the sources in the house's format
 	$(VENV_BIN)/ruff format $(CHECKED)
 
 bench: setup-dev ## run the benchmarks, Rust's and Python's
-	cargo bench
+	cargo bench -- --warm-up-time 0.5 --measurement-time 1 --sample-size 20
 	$(if $(wildcard benches/*.py),$(VENV_BIN)/python -m pytest --benchmark-only $(ARGS) $(wildcard benches/*.py))
 
 wheel: setup ## build the abi3 wheel into dist/
