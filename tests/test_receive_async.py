@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pathlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -128,3 +130,58 @@ def test_close_lets_what_was_submitted_end(sender: Sender, held: Held, shm_dir: 
     with pytest.raises(ClosedError):
         held.receive_async(sender.send(b"abc"))
     assert left(shm_dir) == []
+
+
+def test_close_has_a_limit(sender: Sender, shm_dir: pathlib.Path) -> None:
+    receiver = Held("cpu", framework="numpy", shm_dir=shm_dir, timeout_s=0.1)
+    begun = [receiver.receive_async(sender.send(b"abc")) for _ in range(2)]
+    queued = receiver.receive_async(sender.send(b"def"))
+    for _ in begun:
+        assert receiver.entered.acquire(timeout=10)
+    with pytest.raises(ReceiveTimeoutError, match=r"2 asynchronous receives did not end within 0\.1 s, 1 more had not"):
+        receiver.close()
+    assert len(left(shm_dir)) == 2  # the queued one's is gone
+    with pytest.raises(CancelledError):
+        queued.wait(10)
+    receiver.go.set()
+    for each in begun:
+        with pytest.raises(ClosedError):
+            each.wait(10)
+    assert settle(lambda: left(shm_dir) == [])
+
+
+def test_a_forked_child_is_refused_at_once(sender: Sender, held: Held) -> None:
+    held.go.set()
+    held.receive_async(sender.send(b"abc")).wait(10)  # its threads are there, in this process
+    data = sender.send(b"def")
+    child = os.fork()
+    if child == 0:
+        try:
+            held.receive_async(data)
+        except ClosedError:
+            os._exit(7)
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert held.receive_async(data).wait(10).tobytes() == b"def"
+
+
+def test_receives_and_a_close_at_once_leave_nothing(sender: Sender, shm_dir: pathlib.Path) -> None:
+    for _ in range(20):
+        receiver = Receiver("cpu", framework="numpy", shm_dir=shm_dir)
+        receiver.receive_async(sender.send(b"x")).wait(10)
+        closer = threading.Thread(target=receiver.close)
+        pending = []
+        closer.start()
+        for n in range(10):
+            try:
+                pending.append((n, receiver.receive_async(sender.send(bytes([n])))))
+            except ClosedError:
+                break
+        closer.join(20)
+        for n, each in pending:
+            try:
+                assert each.wait(10).tobytes() == bytes([n])
+            except ClosedError:
+                assert receiver._closed
+        assert settle(lambda: left(shm_dir) == [])

@@ -65,6 +65,8 @@ def test_a_refused_out_is_not_written_to(sender: Sender, shm_dir: pathlib.Path, 
 def test_an_out_of_another_form(sender: Sender, shm_dir: pathlib.Path, out: Any) -> None:
     with Receiver("cpu", shm_dir=shm_dir) as receiver, pytest.raises(DeviceError, match="out has the keys"):
         receiver.receive({"a": sender.send(b"x"), "b": sender.send(b"y")}, out=out)
+    with Receiver("cpu", shm_dir=shm_dir) as receiver, pytest.raises(DeviceError, match="out is Tensor, want a seq"):
+        receiver.receive([sender.send(b"x"), sender.send(b"y")], out=torch.zeros(2))
     with (
         Receiver("cpu", shm_dir=shm_dir) as receiver,
         pytest.raises(DeviceError, match="out has 1 tensors, items has 2"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -28,6 +28,11 @@ class PendingReceive:
     def done(self) -> bool:
         """Whether :meth:`wait` returns or raises at once. Does not block."""
         return self._future.done()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Whether the receive has ended, well or not, within ``timeout_s``. Blocks so long at most."""
+        done, _ = wait([self._future], timeout_s)
+        return bool(done)
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """The tensors, in the form of the items. Blocks the calling thread, ``timeout_s`` at most.

@@ -6,13 +6,21 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
 from .config import default_num_threads, parse_count, parse_seconds
-from .errors import ClosedError, ConfigError, DeviceError, MissingDependencyError, MmcopyError
+from .errors import (
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    MissingDependencyError,
+    MmcopyError,
+    ReceiveTimeoutError,
+)
 from .host import NumpyDestination, TorchDestination
 from .metrics import Counter, Metrics, Stage
 from .pending import PendingReceive
@@ -77,6 +85,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._closed = False
         self._threads: ThreadPoolExecutor | None = None
+        self._pending: set[PendingReceive] = set()
         self._timeout_s = parse_seconds(timeout_s, setting="Receiver.timeout_s")
         self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics)
         threads = parse_count(
@@ -139,6 +148,7 @@ class Receiver:
 
         The result can be waited for or awaited. Its tensors are safe on the stream that is current now.
         """
+        self._check_process()  # its threads are not in a forked child: nothing would ever run there
         flat, flat_out, form = self._flatten(items, out)
         stream = self._destination.on_current_stream()
 
@@ -146,14 +156,17 @@ class Receiver:
             with stream:
                 return form(self._receive(flat, flat_out))
 
-        with self._lock:
-            if self._threads is None and not self._closed:
-                self._threads = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-receive")
-            threads = self._threads
-        if threads is None:
-            self._opener.release(flat)
-            raise ClosedError("the receiver is closed")
-        return PendingReceive(threads.submit(run), lambda: self._opener.release(flat))
+        with self._lock:  # so that a close either sees this one or refuses it
+            if not self._closed:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-receive")
+                future = self._threads.submit(run)
+                pending = PendingReceive(future, lambda: self._opener.release(flat))
+                self._pending.add(pending)
+                future.add_done_callback(lambda _: self._pending.discard(pending))
+                return pending
+        self._opener.release(flat)
+        raise ClosedError("the receiver is closed")
 
     def release(
         self,
@@ -169,18 +182,19 @@ class Receiver:
         return self._opener.release(list(items.values() if isinstance(items, Mapping) else items))
 
     def close(self) -> None:
-        """Wait (``timeout_s`` at most) until no copy reads pinned memory, and free it. Idempotent.
+        """Let receives that were begun end, wait until no copy reads pinned memory, and free it. Idempotent.
 
-        Tensors that were received stay valid.
+        Waits ``timeout_s`` at most for each of the two; then :class:`ReceiveTimeoutError` is raised, and asynchronous
+        receives that had not begun are cancelled, their segments removed. Tensors that were received stay valid.
         """
         with self._lock:
             was_closed, self._closed = self._closed, True
             threads, self._threads = self._threads, None
         if was_closed or self._pid != os.getpid():
             return
-        if threads is not None:
-            threads.shutdown()  # what has been submitted still ends, each within its own limits
         try:
+            if threads is not None:
+                self._finish(threads)
             self._destination.close()
         finally:
             self._opener.join(self._timeout_s)
@@ -193,6 +207,24 @@ class Receiver:
     ) -> None:
         self.close()
 
+    def _finish(self, threads: ThreadPoolExecutor) -> None:
+        """Wait for the asynchronous receives, and end their threads."""
+        deadline = time.monotonic() + self._timeout_s
+        late = [each for each in list(self._pending) if not each.settle(max(0.0, deadline - time.monotonic()))]
+        threads.shutdown(wait=not late)
+        if late:
+            begun = sum(not each.cancel() for each in late)
+            raise ReceiveTimeoutError(
+                f"{begun} asynchronous receives did not end within {self._timeout_s:g} s, "
+                f"{len(late) - begun} more had not begun and are cancelled"
+            )
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"the receiver belongs to process {self._pid}, this is {os.getpid()} forked from it: make a new one"
+            )
+
     def _stage(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
         """Around a part of a receive: its seconds, and a range for a profiler, each where it was asked for."""
         timer = self.metrics.timer(stage)
@@ -203,10 +235,7 @@ class Receiver:
             return self._receive_stages(items, out)
 
     def _receive_stages(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
-        if self._pid != os.getpid():
-            raise ClosedError(
-                f"the receiver belongs to process {self._pid}, this is {os.getpid()} forked from it: make a new one"
-            )
+        self._check_process()
         sources: list[Source] = []
         why = "released"
         try:
@@ -263,9 +292,12 @@ def _flatten(
     if isinstance(items, Mapping):
         keys = list(items)
         if out is not None and (not isinstance(out, Mapping) or set(out) != set(keys)):
-            raise DeviceError(f"out has the keys {sorted(map(str, out))}, items has {sorted(map(str, keys))}")
+            given = sorted(map(str, out)) if isinstance(out, Mapping) else type(out).__name__
+            raise DeviceError(f"out has the keys {given}, items has {sorted(map(str, keys))}")
         flat_out = None if out is None else [out[key] for key in keys]
         return list(items.values()), flat_out, lambda results: dict(zip(keys, results, strict=True))
+    if out is not None and not isinstance(out, Sequence):
+        raise DeviceError(f"out is {type(out).__name__}, want a sequence of {len(items)} tensors as items is one")
     if out is not None and len(out) != len(items):
         raise DeviceError(f"out has {len(out)} tensors, items has {len(items)}")
     return list(items), None if out is None else list(out), lambda results: results
