@@ -260,6 +260,12 @@ pub enum Error {
         /// Chunks of the job.
         num_chunks: usize,
     },
+    /// More chunks than one slot can take.
+    #[error("{num_chunks} chunks for one slot, want one")]
+    OneChunk {
+        /// Chunks of the pieces.
+        num_chunks: usize,
+    },
     /// A piece with a number that is none of its kind.
     #[error("piece {piece}: {given} is not five numbers from 0 to 2**64 - 1")]
     PieceNumbers {

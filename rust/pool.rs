@@ -94,6 +94,22 @@ impl Pool {
         Job::start(table, Store::best_for(self.num_threads), &self.crew, self.process).ok_or_else(closed)
     }
 
+    /// Copies a table of one chunk on the calling thread. No other thread has part in it.
+    pub fn copy_now(&self, table: &Table) -> Result<()> {
+        if table.num_chunks() > 1 {
+            return Err(Error::OneChunk { num_chunks: table.num_chunks() });
+        }
+        (0..table.num_chunks()).try_for_each(|chunk| table.copy(chunk, Store::best_for(1)))
+    }
+
+    /// Wakes as many threads for a job that will start within microseconds: waking takes about as long as what comes
+    /// before a start. They look about and sleep again when none comes. Never blocks.
+    pub fn rouse(&self, num_threads: usize) {
+        if !self.is_inherited() {
+            self.crew.call(num_threads.min(self.num_threads));
+        }
+    }
+
     /// Refuses further jobs, and blocks until the threads have ended, each after the chunk that it copies. May be called
     /// again, also after a limit was reached. Does nothing in a forked process.
     pub fn close(&self, limit: Duration) -> Result<()> {

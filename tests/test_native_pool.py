@@ -128,6 +128,53 @@ def test_a_job_of_one_chunk_is_copied_by_its_owner_even_without_threads(pool: _n
     assert slot == b"34567"
 
 
+def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
+    data = pattern(3 * KIB)
+    segment = removed_segment(shm_dir, data)
+    inline, slot = bytearray(b"inline"), bytearray(b"\xee" * (4 * KIB))
+    pool.close(LIMIT_S)  # no thread is left that could have a part in it
+    pool.copy_now([segment, inline], slot, [(0, 0, 1 * KIB, 0, 2 * KIB), (0, 1, 0, 2 * KIB, 6)])
+    assert slot == data[1 * KIB :].tobytes() + b"inline" + b"\xee" * (2 * KIB - 6)
+    pool.copy_now([], slot, [])
+    resize(inline)
+    resize(slot)
+    with pytest.raises(CopyPlanError, match="2 chunks for one slot"):
+        pool.copy_now([inline], slot, [(0, 0, 0, 0, 1), (1, 0, 0, 0, 1)])
+    with pytest.raises(SegmentSizeError, match="3072"):
+        pool.copy_now([segment], slot, [(0, 0, 1, 0, 3 * KIB)])
+    resize(slot)
+    segment.close()
+
+
+def test_wait_says_how_many_in_a_row_are_there(pool: _native.CopyPool) -> None:
+    data = pattern(4 * KIB)
+    slots = [bytearray(KIB) for _ in range(4)]
+    job = pool.start([data], slots, chunked(4 * KIB, KIB))
+    job.permit(3)
+    there = job.wait(2, LIMIT_S)
+    assert there == 1  # the last one is not permitted
+    while not job.is_done(0) or not job.is_done(1):
+        pass
+    assert job.wait(0, LIMIT_S) == 3
+    job.permit(4)
+    assert job.wait(3, LIMIT_S) == 1
+    assert b"".join(slots) == data.tobytes()
+
+
+def test_rousing_without_a_job_does_nothing(pool: _native.CopyPool) -> None:
+    pool.rouse(0)
+    pool.rouse(1000)
+    data, slots = pattern(MIB), [bytearray(64 * KIB) for _ in range(16)]
+    job = pool.start([data], slots, chunked(MIB, 64 * KIB))
+    pool.rouse(2)
+    job.permit(16)
+    for i in range(16):
+        job.wait(i, LIMIT_S)
+    assert b"".join(slots) == data.tobytes()
+    pool.close(LIMIT_S)
+    pool.rouse(2)
+
+
 def test_nothing_starts_before_it_is_permitted(pool: _native.CopyPool) -> None:
     slots = [bytearray(2), bytearray(2)]
     job = pool.start([b"aabbcc"], slots, chunked(6, 2))

@@ -99,7 +99,7 @@ class Rig:
 
     def run(self, sources: list[Source], *, scattered: bool = False, limit_s: float = 20.0) -> list[bytes]:
         """The sources' bytes as they came to the device."""
-        sizes = [source.data.nbytes for source in sources]
+        sizes = tuple(source.data.nbytes for source in sources)
         plan = (plan_scattered if scattered else plan_packed)(sizes, chunk_bytes=self.slot_bytes)
         dests = [np.zeros(n, np.uint8) for n in sizes] if scattered else [np.zeros(plan.dest_nbytes, np.uint8)]
 
@@ -109,13 +109,8 @@ class Rig:
             self.while_copying += 1
 
         if plan.num_chunks:
-            self.pipeline.run(
-                plan,
-                sources,
-                [dest.ctypes.data for dest in dests],
-                deadline=time.monotonic() + limit_s,
-                while_copying=while_copying,
-            )
+            with self.pipeline.begin(plan, sources, deadline=time.monotonic() + limit_s) as filling:
+                filling.send([dest.ctypes.data for dest in dests], while_copying=while_copying)
         self.device.finish()
         if scattered:
             return [dest.tobytes() for dest in dests]
@@ -254,10 +249,13 @@ def test_an_error_while_copying_stops_the_threads(rig: Callable[..., Rig], shm_d
     def fail() -> None:
         raise MmcopyError("on purpose")
 
-    plan = plan_packed([len(payload)], chunk_bytes=4096)
+    plan = plan_packed((len(payload),), chunk_bytes=4096)
     dest = np.zeros(plan.dest_nbytes, np.uint8)
-    with pytest.raises(MmcopyError, match="on purpose"):
-        it.pipeline.run(plan, sources, [dest.ctypes.data], deadline=time.monotonic() + 5, while_copying=fail)
+    with (
+        pytest.raises(MmcopyError, match="on purpose"),
+        it.pipeline.begin(plan, sources, deadline=time.monotonic() + 5) as filling,
+    ):
+        filling.send([dest.ctypes.data], while_copying=fail)
     assert it.ring.num_free == 4
     assert it.run(sources) == [payload]
     close(sources)

@@ -41,7 +41,7 @@ def some_bytes(sizes: list[int]) -> list[bytes]:
 @settings(max_examples=200, deadline=None)
 def test_packed(sizes: list[int], chunk_bytes: int) -> None:
     sources = some_bytes(sizes)
-    plan = plan_packed(sizes, chunk_bytes=chunk_bytes)
+    plan = plan_packed(tuple(sizes), chunk_bytes=chunk_bytes)
     dest = bytearray(plan.dest_nbytes)
     execute(plan, sources, [dest], chunk_bytes=chunk_bytes)
     for start, source in zip(plan.starts, sources, strict=True):
@@ -56,14 +56,14 @@ def test_packed(sizes: list[int], chunk_bytes: int) -> None:
 @settings(max_examples=200, deadline=None)
 def test_scattered(sizes: list[int], chunk_bytes: int) -> None:
     sources = some_bytes(sizes)
-    plan = plan_scattered(sizes, chunk_bytes=chunk_bytes)
+    plan = plan_scattered(tuple(sizes), chunk_bytes=chunk_bytes)
     dests = [bytearray(size) for size in sizes]
     execute(plan, sources, dests, chunk_bytes=chunk_bytes)
     assert [bytes(dest) for dest in dests] == sources
 
 
 def test_many_small_tensors_share_a_slot_and_a_transfer() -> None:
-    plan = plan_packed([64 << 10] * 256, chunk_bytes=2 << 20)
+    plan = plan_packed((64 << 10,) * 256, chunk_bytes=2 << 20)
     assert (plan.num_chunks, len(plan.pieces), plan.dest_nbytes) == (8, 256, 16 << 20)
 
 

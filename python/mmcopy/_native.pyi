@@ -253,6 +253,26 @@ class CopyPool:
         ``BufferError`` and :class:`~mmcopy.errors.ClosedError` (the pool, or a segment).
         """
 
+    def copy_now(
+        self,
+        sources: Sequence[Segment | Buffer],
+        slot: Buffer,
+        pieces: Sequence[tuple[int, int, int, int, int]],
+    ) -> None:
+        """Copy pieces of one chunk, number 0, into ``slot`` on the calling thread; no other thread has part in it.
+
+        For a few hundred KiB at most: handing those over takes longer than copying them. Blocks until every byte is
+        there; sources and slot may be reused right after. Works on a closed pool.
+
+        Raises as :meth:`start` does, and the error of the copy; then the slot holds anything.
+        """
+
+    def rouse(self, num_threads: int) -> None:
+        """Wake up to ``num_threads`` threads for a job that starts within microseconds. Never blocks.
+
+        Waking a thread that sleeps takes about 50 us. They sleep again when no job comes.
+        """
+
     def close(self, timeout_s: float) -> None:
         """Refuse further jobs, and block until the threads have ended, each after the chunk that it copies.
 
@@ -280,8 +300,8 @@ class CopyJob:
         blocks. Chunk ``i + len(slots)`` overwrites chunk ``i``.
         """
 
-    def wait(self, index: int, timeout_s: float) -> None:
-        """Block, without the GIL, until chunk ``index`` is in its slot.
+    def wait(self, index: int, timeout_s: float) -> int:
+        """Block, without the GIL, until chunk ``index`` is in its slot; how many in a row are, this one first.
 
         Meanwhile this thread copies chunks of the job that are permitted and that nobody has begun, so a job of one
         chunk needs no other thread, and the limit can be passed by the time one chunk takes. A limit of 0 or less

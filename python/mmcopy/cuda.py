@@ -120,24 +120,30 @@ class CudaDestination:
         """
         torch = self._torch
         deadline = time.monotonic() + self._timeout_s
-        sizes = [source.data.nbytes for source in sources]
-        chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
-        with torch.cuda.device(self._index):
-            caller = torch.cuda.current_stream(self._index).cuda_stream
+        sizes = tuple(source.data.nbytes for source in sources)
+        total = sum(sizes)
+        chunk_bytes = chunk_bytes_for(total, num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
+        if total > chunk_bytes:
+            self._pool.rouse(-(-total // chunk_bytes) - 1)  # they wake while the rest is made ready
+        plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
+        if not plan.num_chunks:
+            with torch.cuda.device(self._index):
+                while_copying()
+                return self._allocate(plan.dest_nbytes, plan.starts, sources)[0] if out is None else list(out)
+        with (
+            torch.cuda.device(self._index),
+            self._pipeline.begin(plan, sources, deadline=deadline) as filling,
+        ):
             if out is None:
-                plan = plan_packed(sizes, chunk_bytes=chunk_bytes)
                 tensors, addresses = self._allocate(plan.dest_nbytes, plan.starts, sources)
             else:
-                plan = plan_scattered(sizes, chunk_bytes=chunk_bytes)
                 tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
-            if not plan.num_chunks:
-                while_copying()
-                return tensors
+            caller = torch.cuda.current_stream(self._index).cuda_stream
             # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
             # still be read there.
             self._copy_stream.wait_for(caller)
             try:
-                self._pipeline.run(plan, sources, addresses, deadline=deadline, while_copying=while_copying)
+                filling.send(addresses, while_copying=while_copying)
             except self._runtime.CUDARuntimeError as error:
                 raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
             finally:

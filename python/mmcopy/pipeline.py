@@ -10,14 +10,15 @@ be filled. The host never waits for the last copies.
     threads      fill fill fill wait  .    .         chunk 3 waits for chunk 0's event
     copy stream       H2D0 H2D1 H2D2 H2D3 ...
 
-With one chunk nothing is handed over: the calling thread fills it by itself inside ``job.wait``.
+Filling begins before the destination is known (it can be allocated meanwhile). With one chunk nothing is handed over:
+the calling thread fills it by itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from . import _native
 from .metrics import Counter, Metrics, Stage
@@ -25,7 +26,7 @@ from .plan import ReceivePlan
 from .ring import Slot, StagingRing
 from .sources import Source
 
-__all__ = ["Pipeline"]
+__all__ = ["Filling", "Pipeline"]
 
 
 class Link(Protocol):
@@ -48,64 +49,108 @@ class Pipeline:
         self._device = device
         self._metrics = metrics
 
-    def run(
+    def begin(self, plan: ReceivePlan, sources: Sequence[Source], *, deadline: float) -> Filling:
+        """Start filling slots, as far as they are free. The result must be entered, and told where the bytes go."""
+        return Filling(self._link, self._ring, self._pool, self._device, self._metrics, plan, sources, deadline)
+
+
+class Filling:
+    """One run of a plan: a context manager, inside which copy threads fill slots. :meth:`send` empties them.
+
+    After the block no thread reads a source, whatever happened in it; copies that were queued may still run.
+    """
+
+    def __init__(
         self,
+        link: Link,
+        ring: StagingRing,
+        pool: _native.CopyPool,
+        device: str,
+        metrics: Metrics,
         plan: ReceivePlan,
         sources: Sequence[Source],
-        dest_addresses: Sequence[int],
-        *,
         deadline: float,
-        while_copying: Callable[[], None],
     ) -> None:
-        """Copy all of ``sources`` to the device addresses.
+        self._link = link
+        self._ring = ring
+        self._pool = pool
+        self._device = device
+        self._metrics = metrics
+        self._plan = plan
+        self._sources = [source.native for source in sources]
+        self._pieces: Sequence[tuple[int, int, int, int, int]] = plan.pieces
+        if any(source.offset for source in sources):
+            self._pieces = [
+                (chunk, source, sources[source].offset + start, slot_start, nbytes)
+                for chunk, source, start, slot_start, nbytes in plan.pieces
+            ]
+        self._deadline = deadline
+        self._permitted = 0
+        self._slots: list[Slot] = []
+        self._job: _native.CopyJob | None = None
 
-        Returns when every byte has left the sources and every copy is queued. ``while_copying`` is called once, when
-        the copy threads have begun. On an error no thread reads a source any more; copies that were queued still run.
-        """
-        slots = self._ring.take(plan.num_chunks, deadline)
-        try:
-            job = self._pool.start(
-                [source.native for source in sources],
-                [slot.buffer for slot in slots],
-                [
-                    (chunk, source, sources[source].offset + start, slot_start, nbytes)
-                    for chunk, source, start, slot_start, nbytes in plan.pieces
-                ],
-            )
+    def __enter__(self) -> Self:
+        self._slots = self._ring.take(self._plan.num_chunks, self._deadline)
+        if self._plan.num_chunks > 1:
             try:
-                self._run(plan, job, slots, dest_addresses, deadline, while_copying)
+                self._job = self._pool.start(self._sources, [slot.buffer for slot in self._slots], self._pieces)
+                self._permit_idle(0)
             except BaseException:
-                job.cancel()
+                self.__exit__()
                 raise
-        finally:
-            self._ring.give_back(slots)
+        return self
 
-    def _run(
-        self,
-        plan: ReceivePlan,
-        job: _native.CopyJob,
-        slots: Sequence[Slot],
-        dest_addresses: Sequence[int],
-        deadline: float,
-        while_copying: Callable[[], None],
-    ) -> None:
-        copy, mark, num_slots = self._link.copy, self._link.mark, len(slots)
-        permitted = 0
-        for chunk, transfers in enumerate(plan.transfers):
-            before, limit = permitted, min(plan.num_chunks, chunk + num_slots)
-            while permitted < limit and slots[permitted % num_slots].is_idle():
-                permitted += 1
-            if permitted == chunk:
-                self._metrics.count(Counter.SLOT_WAITS, self._device)
-                with self._metrics.timer(Stage.SLOT_WAIT):
-                    slots[chunk % num_slots].wait_idle(deadline)
-                permitted += 1
-            if permitted > before:
-                job.permit(permitted)
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._job is not None:
+                self._job.cancel()  # one that is over stays so, and lets go of its buffers
+        finally:
+            self._ring.give_back(self._slots)
+
+    def send(self, dest_addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
+        """Queue every copy to the device addresses, each as soon as its chunk is in its slot.
+
+        Returns when every byte has left the sources and every copy is queued. ``while_copying`` is called once, behind
+        the first copy.
+        """
+        plan, slots = self._plan, self._slots
+        chunk = there = 0
+        while chunk < plan.num_chunks:
+            if chunk == there:
+                there += self._fill_one() if self._job is None else self._wait(self._job, chunk)
+            slot = slots[chunk % len(slots)]
+            for dest, dest_start, slot_start, nbytes in plan.transfers[chunk]:
+                self._link.copy(dest_addresses[dest] + dest_start, slot.address + slot_start, nbytes)
+            self._link.mark(slot)
             if chunk == 0:
                 while_copying()
-            job.wait(chunk, max(0.0, deadline - time.monotonic()))
-            slot = slots[chunk % num_slots]
-            for dest, dest_start, slot_start, nbytes in transfers:
-                copy(dest_addresses[dest] + dest_start, slot.address + slot_start, nbytes)
-            mark(slot)
+            chunk += 1
+
+    def _fill_one(self) -> int:
+        slot = self._slots[0]
+        if not slot.is_idle():
+            self._wait_idle(slot)
+        self._pool.copy_now(self._sources, slot.buffer, self._pieces)
+        return 1
+
+    def _wait(self, job: _native.CopyJob, chunk: int) -> int:
+        """Let chunks be filled whose slots are free, and wait for this one; how many from here on are there."""
+        self._permit_idle(chunk)
+        if self._permitted == chunk:
+            self._wait_idle(self._slots[chunk % len(self._slots)])
+            self._permit_idle(chunk)
+        return job.wait(chunk, max(0.0, self._deadline - time.monotonic()))
+
+    def _permit_idle(self, chunk: int) -> None:
+        """Permit every further chunk whose slot is free; ``chunk`` is the first whose copy is not queued."""
+        slots, before = self._slots, self._permitted
+        limit = min(self._plan.num_chunks, chunk + len(slots))
+        while self._permitted < limit and slots[self._permitted % len(slots)].is_idle():
+            self._permitted += 1
+        if self._permitted > before and self._job is not None:
+            self._job.permit(self._permitted)
+
+    def _wait_idle(self, slot: Slot) -> None:
+        self._metrics.count(Counter.SLOT_WAITS, self._device)
+        with self._metrics.timer(Stage.SLOT_WAIT):
+            slot.wait_idle(self._deadline)

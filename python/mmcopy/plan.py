@@ -2,11 +2,13 @@
 
 Bytes go source -> staging slot -> destination. A *piece* is a run of one source's bytes in one slot; a *transfer* is
 one host-to-device copy out of a slot. Chunk ``i`` is one filling of a slot.
+
+Plans are kept for the sizes that were seen last: a model's requests repeat them, and planning 16 MiB takes 50 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,7 +71,8 @@ def chunk_bytes_for(total_nbytes: int, *, num_threads: int, slot_bytes: int) -> 
     return min(slot_bytes, max(MIN_CHUNK_BYTES, power))
 
 
-def plan_packed(sizes: Sequence[int], *, chunk_bytes: int) -> ReceivePlan:
+@functools.lru_cache(maxsize=32)
+def plan_packed(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
     """All tensors side by side in one destination; each chunk is one transfer, however many tensors it holds."""
     starts: list[int] = []
     pieces: list[Piece] = []
@@ -88,7 +91,8 @@ def plan_packed(sizes: Sequence[int], *, chunk_bytes: int) -> ReceivePlan:
     return ReceivePlan(tuple(starts), end, tuple(pieces), transfers)
 
 
-def plan_scattered(sizes: Sequence[int], *, chunk_bytes: int) -> ReceivePlan:
+@functools.lru_cache(maxsize=32)
+def plan_scattered(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
     """Each tensor into a destination of its own; small ones share a slot, with one transfer each."""
     pieces: list[Piece] = []
     transfers: list[list[Transfer]] = []

@@ -94,6 +94,11 @@ impl Job {
         Ok(is_there)
     }
 
+    /// How many chunks in a row, from `chunk` on, are in their slots. Never blocks.
+    pub fn num_there_from(&self, chunk: usize) -> usize {
+        (chunk..self.num_chunks()).take_while(|&chunk| self.ledger.is_there(chunk)).count()
+    }
+
     /// Blocks until the chunk is in its slot; meanwhile the calling thread copies chunks of this job that nobody has
     /// begun, so the limit can be passed by the time that one takes. After an error of any chunk this is that error, and
     /// the job is over when it is returned.

@@ -25,6 +25,7 @@ const fn class_name(error: &Error) -> &'static str {
         | Error::PieceRange { .. }
         | Error::PieceNumbers { .. }
         | Error::NoSuch { .. }
+        | Error::OneChunk { .. }
         | Error::ChunkIndex { .. } => "CopyPlanError",
         Error::Timeout { .. } => "ReceiveTimeoutError",
         Error::Closed { .. } | Error::Cancelled { .. } => "ClosedError",

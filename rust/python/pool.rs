@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use super::arguments::{Limit, Threads, u64_of};
 use super::buffers::{ReadBuffer, WriteBuffer};
+use super::detached_when_big;
 use super::segments::PySegment;
 use crate::Error;
 use crate::pool::{CopySource, Job, Piece, Pool, Table};
@@ -46,22 +47,30 @@ impl PyCopyPool {
         slots: Vec<WriteBuffer>,
         pieces: Vec<[Bound<'_, PyAny>; 5]>,
     ) -> PyResult<PyCopyJob> {
-        let pieces = pieces.iter().enumerate().map(piece_of).collect::<PyResult<Vec<_>>>()?;
-        let mut buffers = Buffers { sources: Vec::new(), slots };
-        let mut checked = Vec::with_capacity(sources.len());
-        for source in sources {
-            checked.push(match source {
-                GivenSource::Segment(segment) => CopySource::Segment(segment.get().opened()?),
-                GivenSource::Memory(buffer) => {
-                    let memory = CopySource::Memory(buffer.lasting_source());
-                    buffers.sources.push(buffer);
-                    memory
-                }
-            });
-        }
-        let targets = buffers.slots.iter().map(WriteBuffer::lasting_target).collect();
-        let job = self.pool.start(Table::new(checked, targets, &pieces)?)?;
+        let (table, buffers) = table_of(sources, slots, &pieces)?;
+        let job = self.pool.start(table)?;
         Ok(PyCopyJob { job, buffers: Mutex::new(Some(buffers)) })
+    }
+
+    /// Copies pieces of one chunk into one slot on the calling thread; the other threads have no part in it.
+    ///
+    /// The pieces and what is raised are as for start. Blocks until every byte is there.
+    fn copy_now(
+        &self,
+        py: Python<'_>,
+        sources: Vec<GivenSource<'_>>,
+        slot: WriteBuffer,
+        pieces: Vec<[Bound<'_, PyAny>; 5]>,
+    ) -> PyResult<()> {
+        let nbytes = slot.nbytes();
+        // The buffers stay exported until the copy is done (M5).
+        let (table, _buffers) = table_of(sources, vec![slot], &pieces)?;
+        Ok(detached_when_big(py, nbytes, || self.pool.copy_now(&table))?)
+    }
+
+    /// Wakes up to num_threads threads for a job that is about to start. Never blocks.
+    fn rouse(&self, num_threads: usize) {
+        self.pool.rouse(num_threads);
     }
 
     /// Refuses further jobs and blocks until the threads have ended, each after the chunk that it copies.
@@ -104,15 +113,20 @@ impl PyCopyJob {
         Ok(self.job.permit(upto)?)
     }
 
-    /// Blocks, without the GIL, until the chunk is in its slot, and copies chunks that nobody has begun meanwhile.
+    /// Blocks, without the GIL, until the chunk is in its slot, and copies chunks that nobody has begun meanwhile. How
+    /// many chunks in a row, this one first, are there.
     ///
     /// After an error of any chunk it raises that one, and nothing is copied any more. ReceiveTimeoutError at the limit,
     /// ClosedError when the job was cancelled before this chunk, CopyPlanError for a chunk that there is not.
-    fn wait(&self, py: Python<'_>, index: &Bound<'_, PyAny>, timeout_s: Limit) -> PyResult<()> {
+    fn wait(&self, py: Python<'_>, index: &Bound<'_, PyAny>, timeout_s: Limit) -> PyResult<usize> {
         let index = self.index_of(index)?;
-        let outcome = py.detach(|| self.job.wait(index, timeout_s.0));
+        let is_there = self.job.num_there_from(index) > 0;
+        // An error of any chunk comes first, and a job of which this was the last ends: the core's wait does both.
+        let outcome =
+            if is_there { self.job.wait(index, timeout_s.0) } else { py.detach(|| self.job.wait(index, timeout_s.0)) };
         self.release_when_over();
-        Ok(outcome?)
+        outcome?;
+        Ok(self.job.num_there_from(index))
     }
 
     /// Whether the chunk is in its slot. Never blocks.
@@ -148,6 +162,29 @@ impl PyCopyJob {
             drop(buffers);
         }
     }
+}
+
+/// The checked table, and what keeps its memory.
+fn table_of(
+    sources: Vec<GivenSource<'_>>,
+    slots: Vec<WriteBuffer>,
+    pieces: &[[Bound<'_, PyAny>; 5]],
+) -> PyResult<(Table, Buffers)> {
+    let pieces = pieces.iter().enumerate().map(piece_of).collect::<PyResult<Vec<_>>>()?;
+    let mut buffers = Buffers { sources: Vec::new(), slots };
+    let mut checked = Vec::with_capacity(sources.len());
+    for source in sources {
+        checked.push(match source {
+            GivenSource::Segment(segment) => CopySource::Segment(segment.get().opened()?),
+            GivenSource::Memory(buffer) => {
+                let memory = CopySource::Memory(buffer.lasting_source());
+                buffers.sources.push(buffer);
+                memory
+            }
+        });
+    }
+    let targets = buffers.slots.iter().map(WriteBuffer::lasting_target).collect();
+    Ok((Table::new(checked, targets, &pieces)?, buffers))
 }
 
 fn piece_of((place, numbers): (usize, &[Bound<'_, PyAny>; 5])) -> PyResult<Piece> {
