@@ -6,16 +6,17 @@ Each takes the messages of one request and returns one new array a tensor, and l
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-from .place import Place
+import numpy as np
 
-__all__ = ["Named", "inline", "pageable", "shared_memory_staged"]
+from .place import ByteArray, Place
+
+__all__ = ["Named", "inline", "pageable", "publish_shared_memory", "remove_shared_memory", "shared_memory_staged"]
 
 Named = tuple[str, int]
 """A segment's name and the bytes in it."""
@@ -48,19 +49,42 @@ def pageable(place: Place, segments: Sequence[Named], *, shm_dir: str) -> list[A
     return arrays
 
 
+def publish_shared_memory(parts: Sequence[ByteArray]) -> list[Named]:
+    """One new SharedMemory a tensor, filled by numpy; who receives removes it. Blocks until every byte is there."""
+    named: list[Named] = []
+    try:
+        for part in parts:
+            with closing(_untracked(create=True, size=len(part))) as memory:
+                named.append((memory.name, len(part)))
+                np.copyto(np.ndarray(len(part), np.uint8, memory.buf), part)
+    except BaseException:
+        remove_shared_memory(named)
+        raise
+    return named
+
+
+def remove_shared_memory(named: Sequence[Named]) -> None:
+    """Take back what nobody received."""
+    for name, _ in named:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join("/dev/shm", name))  # noqa: PTH108, PTH118
+
+
 def inline(place: Place, messages: Sequence[bytes]) -> list[Any]:
     """Bytes that came inside the message, copied to the device from where they are. Blocks as :func:`pageable`."""
     return [place.upload(place.view(message, len(message))) for message in messages]
 
 
 def _attach(name: str) -> SharedMemory:
-    """Attach without the resource tracker, which would take the segment for this process's own to remove."""
-    if sys.version_info >= (3, 13):
-        return SharedMemory(name=name, track=False)
+    return _untracked(name=name)
+
+
+def _untracked(**arguments: Any) -> SharedMemory:
+    """Without the resource tracker, which would take the segment for this process's own to remove."""
     register = resource_tracker.register
     resource_tracker.register = _not_tracked
     try:
-        return SharedMemory(name=name)
+        return SharedMemory(**arguments)
     finally:
         resource_tracker.register = register
 

@@ -53,7 +53,7 @@ class Path:
     name: str
     role: Role
     publish: Callable[[], Any]
-    receive: Callable[[Any], Sequence[Any]]
+    receive: Callable[[Any], Any]
     settle: Callable[[Any], None] = _nothing
     cancel: Callable[[Any], None] = _nothing
 
