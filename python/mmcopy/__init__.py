@@ -11,7 +11,21 @@ import warnings as _warnings
 
 from . import _native
 from ._native import CASTS, __version__, shm_namespace_id
-from .config import ResolvedTransport, TransportConfig, TransportMode, WorkerSpec
+from .config import (
+    Delivery,
+    ResolvedDtype,
+    ResolvedTransport,
+    Role,
+    Route,
+    RouterConfig,
+    TransportConfig,
+    TransportMode,
+    WorkerSpec,
+    add_transport_args,
+    load_config,
+    transport_from_args,
+    wire_dtype,
+)
 from .errors import (
     ArrayTypeError,
     CastError,
@@ -51,6 +65,7 @@ __all__ = [
     "ConfigError",
     "CopyPlanError",
     "Counter",
+    "Delivery",
     "DeviceError",
     "DeviceMemoryError",
     "Inline",
@@ -63,7 +78,11 @@ __all__ = [
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
+    "ResolvedDtype",
     "ResolvedTransport",
+    "Role",
+    "Route",
+    "RouterConfig",
     "SegmentExistsError",
     "SegmentIoError",
     "SegmentKindError",
@@ -80,7 +99,11 @@ __all__ = [
     "UnsupportedPayloadError",
     "WorkerSpec",
     "__version__",
+    "add_transport_args",
+    "load_config",
     "shm_namespace_id",
+    "transport_from_args",
+    "wire_dtype",
 ]
 
 if _native.DEBUG_BUILD:
