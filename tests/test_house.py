@@ -27,6 +27,7 @@ FLOOR = {
     "pending": 3,
     "plan": 3,
     "policy": 3,
+    "prometheus": 3,
     "ring": 3,
     "sources": 3,
     "wire": 3,
