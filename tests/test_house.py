@@ -24,6 +24,7 @@ FLOOR = {
     "outstanding": 2,
     "tensors": 2,
     "arrays": 3,
+    "endpoint": 3,
     "pending": 3,
     "plan": 3,
     "policy": 3,

@@ -15,6 +15,12 @@ __all__ = [
     "CopyPlanError",
     "DeviceError",
     "DeviceMemoryError",
+    "EndpointDirectoryError",
+    "EndpointGoneError",
+    "EndpointIoError",
+    "EndpointProtocolError",
+    "EndpointRefusedError",
+    "EndpointTimeoutError",
     "InlineTooLargeError",
     "MissingDependencyError",
     "MmcopyError",
@@ -124,3 +130,27 @@ class NoSpaceError(MmcopyError, OSError):
 
 class SegmentIoError(MmcopyError, OSError):
     """Any other failure of the operating system; ``errno`` says which."""
+
+
+class EndpointDirectoryError(MmcopyError, ValueError):
+    """The directory of a worker's socket is not private to us, or its path is too long for a unix socket."""
+
+
+class EndpointGoneError(MmcopyError, ConnectionError):
+    """No worker listens at that path, or the other end of a connection has gone."""
+
+
+class EndpointRefusedError(MmcopyError, PermissionError):
+    """One end refused the other: its user is not allowed, or the worker does not take what was offered."""
+
+
+class EndpointProtocolError(MmcopyError, ValueError):
+    """The other end sent a frame that is truncated, unknown, too long, or without the descriptors that belong to it."""
+
+
+class EndpointTimeoutError(MmcopyError, TimeoutError):
+    """The other end did not answer within the limit, or a socket did not close within it."""
+
+
+class EndpointIoError(MmcopyError, OSError):
+    """Any other failure of the operating system with a socket or its directory; ``errno`` says which."""
