@@ -56,6 +56,7 @@ from .errors import (
     SegmentSizeError,
     UnknownDtypeError,
     UnsupportedPayloadError,
+    WorkerUnreachableError,
 )
 from .metrics import Counter, Metrics
 from .receiver import Receiver
@@ -110,6 +111,7 @@ __all__ = [
     "UnknownDtypeError",
     "UnsupportedPayloadError",
     "WorkerSpec",
+    "WorkerUnreachableError",
     "__version__",
     "add_transport_args",
     "load_config",

@@ -37,6 +37,7 @@ __all__ = [
     "SegmentSizeError",
     "UnknownDtypeError",
     "UnsupportedPayloadError",
+    "WorkerUnreachableError",
 ]
 
 
@@ -50,6 +51,10 @@ class ConfigError(MmcopyError, ValueError):
 
 class MissingDependencyError(MmcopyError, ImportError):
     """An optional package is needed for this call; the message names the extra to install."""
+
+
+class WorkerUnreachableError(MmcopyError, ConnectionError):
+    """A worker was asked for its labels over gRPC and did not answer; the message has the status."""
 
 
 class DeviceError(MmcopyError, RuntimeError):

@@ -94,13 +94,17 @@ class Policy:
             return True
         return self._proofs is not None and ENDPOINT_LABEL in worker.labels and self._proofs.is_gone(worker)
 
+    def by_labels(self, worker: WorkerSpec) -> Sharing:
+        """What the labels of a stock worker prove."""
+        if not self._namespace_id:
+            # As SMG does, once; "" is asked for again, the directory may yet come.
+            self._namespace_id = _native.shm_namespace_id(self._shm_dir)
+        return by_labels(worker, namespace_id=self._namespace_id, uid=os.geteuid())
+
     def _resolve(self, worker: WorkerSpec | None) -> ResolvedTransport:
         return self._config.resolve_in(self._environment, worker)
 
     def _sharing(self, worker: WorkerSpec) -> Sharing:
         if self._proofs is not None and worker.labels.get(ENDPOINT_LABEL):
             return self._proofs.sharing(worker)
-        if not self._namespace_id:
-            # As SMG does, once; "" is asked for again, the directory may yet come.
-            self._namespace_id = _native.shm_namespace_id(self._shm_dir)
-        return by_labels(worker, namespace_id=self._namespace_id, uid=os.geteuid())
+        return self.by_labels(worker)

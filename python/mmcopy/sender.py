@@ -17,9 +17,11 @@ from typing import Self
 from . import _native
 from .arrays import FlatArray, flatten
 from .config import (
+    Choice,
     Delivery,
     Reason,
     Route,
+    Sharing,
     TransportConfig,
     WorkerSpec,
     default_num_threads,
@@ -39,7 +41,8 @@ from .errors import (
 )
 from .metrics import Counter, Metrics
 from .outstanding import Outstanding
-from .policy import Policy, Target
+from .policy import ENDPOINT_LABEL, Policy, Target
+from .proof import Prover
 from .tensors import Inline, ShmHandle, TensorData, itemsize_of
 
 __all__ = ["Sender"]
@@ -104,7 +107,20 @@ class Sender:
         self._owner: _native.SegmentOwner | None = None
         self._closed_because: str | None = None
         self._outstanding = self._new_outstanding()
-        self._policy = Policy(self.config, environment, shm_dir=self._shm_dir, outstanding=self._outstanding)
+        self._prover = Prover(
+            self._shm_dir,
+            max_age_s=self.config.proof_max_age_in(environment),
+            metrics=self.metrics,
+            on_gone=self._socket_closed,
+        )
+        self._policy = Policy(
+            self.config,
+            environment,
+            shm_dir=self._shm_dir,
+            outstanding=self._outstanding,
+            proofs=self._prover,
+        )
+        weakref.finalize(self, self._prover.close)
         _live.add(self)
         if _fork_hook.acquire(blocking=False):
             os.register_at_fork(after_in_child=_disown_all)
@@ -116,6 +132,14 @@ class Sender:
         Raises :class:`ConfigError` for a set of roles that serves no request.
         """
         return self._policy.route(workers)
+
+    def delivery(self, worker: Target) -> Delivery:
+        """What :meth:`send` decides for ``worker``, whatever the size: mode, threshold, sources, and why inline."""
+        return self._policy.delivery(worker)
+
+    def choose(self, worker: Target, nbytes: int) -> Choice:
+        """Which way :meth:`send` would take with ``nbytes`` bytes for ``worker``, and why."""
+        return self._policy.choose(self._policy.delivery(worker), nbytes)
 
     def send(self, array: object, *, dtype: str | None = None, worker: Target = None) -> TensorData:
         """Publish ``array`` for ``worker`` and return what goes into its message.
@@ -195,12 +219,32 @@ class Sender:
         """Use shared memory for ``worker`` (or its url) again; True when it was gone before."""
         return self._outstanding.find(worker.url if isinstance(worker, WorkerSpec) else worker)
 
+    def prove(self, worker: WorkerSpec, *, timeout_s: float = 1.0) -> Sharing:
+        """Find out now whether ``worker`` can read our segments, and block for the answer, ``timeout_s`` at most.
+
+        Without it the first :meth:`send` under ``auto`` finds out, and waits a quarter of a second at most. A worker
+        with the label ``mmcopy_endpoint`` is asked; of others the labels tell. Raises :class:`ClosedError`.
+        """
+        self._check_open()
+        if worker.labels.get(ENDPOINT_LABEL):
+            return self._prover.prove(worker, timeout_s=timeout_s)
+        return self._policy.by_labels(worker)
+
+    def distrust(self, worker: WorkerSpec) -> None:
+        """Let what ``worker`` has proved count no more: it answered that it cannot read a segment. It is asked again.
+
+        Makes no difference for a worker without the label ``mmcopy_endpoint``.
+        """
+        if worker.labels.get(ENDPOINT_LABEL):
+            self._prover.distrust(worker)
+
     def close(self) -> None:
         """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone."""
         with self._lock:
             if self._closed_because is None:
                 self._closed_because = "the sender is closed"
             owner, self._owner = self._owner, None
+        self._prover.close()
         if owner is not None:
             owner.close()
 
@@ -232,9 +276,13 @@ class Sender:
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)
             return None, reason
         # Several receivers: one of them gets it, and nobody says here which.
-        if len(delivery.receivers) == 1 and not self._outstanding.add(delivery.receivers[0].url, name):
-            self._take_back([name])
-            return None, Reason.WORKER_GONE
+        if len(delivery.receivers) == 1:
+            worker = delivery.receivers[0]
+            noted = self._outstanding.add(worker.url, name)
+            if not noted or self._policy.is_gone(worker):  # it went while this was written
+                self._outstanding.discard(name)
+                self._take_back([name])
+                return None, Reason.WORKER_GONE
         return ShmHandle(name, 0, written, f"mmcopy:{owner.instance_id}"), None
 
     def _take_back(self, names: Sequence[str]) -> int:
@@ -248,6 +296,9 @@ class Sender:
         if removed:
             self.metrics.count(Counter.SEGMENTS_REMOVED, "worker_gone", removed)
         return removed
+
+    def _socket_closed(self, url: str) -> None:
+        self._take_back(self._outstanding.take(url))
 
     def _new_outstanding(self) -> Outstanding:
         directory = self._shm_dir
@@ -286,6 +337,7 @@ class Sender:
         self._closed_because = "the sender belongs to the process that this one was forked from"
         self._lock = threading.Lock()  # the parent's may have been held at the fork
         self._outstanding = self._new_outstanding()
+        self._prover.forget()
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.forget()
