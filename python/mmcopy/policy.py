@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from . import _native
 from .config import (
+    SHARED,
     Choice,
     Delivery,
     Environment,
@@ -16,6 +18,7 @@ from .config import (
     Route,
     Sharing,
     TransportConfig,
+    TransportMode,
     WorkerSpec,
     by_labels,
     choose,
@@ -29,6 +32,8 @@ __all__ = ["ENDPOINT_LABEL", "Policy", "Proofs", "Target"]
 
 ENDPOINT_LABEL = "mmcopy_endpoint"
 """The label of an mmcopy worker that holds the path of its socket."""
+
+_MAX_DECIDED = 256
 
 Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
 """Who a tensor is for: one worker, several that all read it, what a route decided, or nobody in particular."""
@@ -60,19 +65,20 @@ class Policy:
         self._outstanding = outstanding
         self._proofs = proofs
         self._namespace_id = ""
+        self._nobody = deliver((), self._resolve, self._sharing)
+        self._decided: dict[int, Delivery] = {}  # by the spec's id, which the delivery keeps from being another's
 
     def delivery(self, target: Target) -> Delivery:
         """The decision for ``target``. Raises :class:`ConfigError` for what is no worker."""
         if isinstance(target, Delivery):
             return target
         if target is None:
-            receivers: tuple[WorkerSpec, ...] = ()
-        elif isinstance(target, WorkerSpec):
-            receivers = (target,)
-        else:
-            receivers = tuple(target) if isinstance(target, Sequence) else ()
-            if not receivers or not all(isinstance(worker, WorkerSpec) for worker in receivers):
-                raise ConfigError(f"worker is {target!r}, want a WorkerSpec, several, or a Delivery")
+            return self._nobody
+        if isinstance(target, WorkerSpec):
+            return self._for_one(target)
+        receivers = tuple(target) if isinstance(target, Sequence) else ()
+        if not receivers or not all(isinstance(worker, WorkerSpec) for worker in receivers):
+            raise ConfigError(f"worker is {target!r}, want a WorkerSpec, several, or a Delivery")
         return deliver(receivers, self._resolve, self._sharing, several_readers=True)
 
     def route(self, workers: Sequence[WorkerSpec]) -> Route:
@@ -100,6 +106,17 @@ class Policy:
             # As SMG does, once; "" is asked for again, the directory may yet come.
             self._namespace_id = _native.shm_namespace_id(self._shm_dir)
         return by_labels(worker, namespace_id=self._namespace_id, uid=os.geteuid())
+
+    def _for_one(self, worker: WorkerSpec) -> Delivery:
+        """What does not change is decided once a spec; only sharing is looked at anew."""
+        known = self._decided.get(id(worker))
+        if known is None or known.receivers[0] is not worker:
+            if len(self._decided) >= _MAX_DECIDED:
+                self._decided.clear()
+            known = self._decided[id(worker)] = deliver((worker,), self._resolve, lambda _: SHARED)
+        if known.mode is TransportMode.AUTO and (found := self._sharing(worker)).reason is not None:
+            return replace(known, reason=found.reason, detail=found.detail)
+        return known
 
     def _resolve(self, worker: WorkerSpec | None) -> ResolvedTransport:
         return self._config.resolve_in(self._environment, worker)

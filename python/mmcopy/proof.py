@@ -212,8 +212,10 @@ class Prover:
 
     def _run(self) -> None:
         while True:
+            with self._lock:
+                watching = any(known.link is not None for known in self._workers.values())
             try:
-                known = self._questions.get(timeout=_WATCH_S)
+                known = self._questions.get(timeout=_WATCH_S if watching else None)
             except queue.Empty:
                 self._watch()
                 continue

@@ -12,7 +12,7 @@ from .dtype import ResolvedDtype, wire_dtype, wire_dtype_in
 from .environment import Environment, default_num_threads, read_environment, warn_once
 from .mode import TransportMode, parse_mode
 from .numbers import parse_count, parse_min_bytes, parse_seconds, parse_size
-from .own_variables import OWN_NAMES
+from .own_variables import OWN_NAMES, read_own_variables
 from .reason import Reason
 from .route import Route, plan_route, receivers_of
 from .router import RouterConfig, transport_from_dict, worker_from_dict
@@ -55,6 +55,7 @@ __all__ = [
     "parse_size",
     "plan_route",
     "read_environment",
+    "read_own_variables",
     "receivers_of",
     "transport_from_args",
     "transport_from_dict",
