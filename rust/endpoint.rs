@@ -8,7 +8,7 @@
 //! * `Hello`: both sides name their instance and protocol version.
 //! * `Probe`: the sender asks the worker to read a few bytes of a segment, by the rules of [`crate::segment`]. That is
 //!   the proof that both see one file system and that the worker's user may read there; equal namespace ids prove less.
-//! * `Offer`: the sender hands an arena over, as two descriptors ([`crate::arena`]).
+//! * `Offer`: the sender hands an arena over, as four descriptors ([`crate::arena`]).
 //!
 //! Trust: both sides check the other's user by `SO_PEERCRED` (their own, or one of an explicit list), and neither trusts
 //! what it receives. A frame that is truncated, unknown, too long, or carries descriptors that it should not carry ends
@@ -21,6 +21,7 @@
 //! After `fork` the child owns nothing: its copies of the sockets are closed by [`crate::fork`], and every call says
 //! [`crate::Error::Closed`].
 
+mod arenas;
 mod credentials;
 mod directory;
 mod fault;
@@ -31,9 +32,11 @@ mod server;
 mod socket;
 
 pub use fault::Fault;
+pub(crate) use frame::Offer;
 pub use frame::{MAX_PROBE_BYTES, MAX_TEXT_BYTES};
 pub use link::{Probed, SenderLink};
 pub use server::{Options, Statistics, WorkerEndpoint};
+pub(crate) use socket::poll;
 
 #[cfg(test)]
 mod tests;

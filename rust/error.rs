@@ -319,6 +319,9 @@ pub enum Error {
     /// Between a worker's endpoint and a sender's link.
     #[error(transparent)]
     Endpoint(#[from] crate::endpoint::Fault),
+    /// Of an arena or a lease.
+    #[error(transparent)]
+    Arena(#[from] crate::arena::Fault),
 }
 
 impl Error {

@@ -367,6 +367,7 @@ class WorkerEndpoint:
         accept_prefixes: Sequence[str],
         allowed_uids: Sequence[int],
         max_links: int,
+        max_arenas: int,
         hello_timeout_s: float,
     ) -> Self:
         """Create the directory when it is missing, remove dead workers' sockets of our user, and listen.

@@ -53,8 +53,8 @@ class WorkerEndpoint:
     nobody else write to it. Every user is checked as the kernel reports it.
 
     A probe opens segments in ``shm_dir`` whose names begin with one of ``accept_prefixes``, by the rules by which a
-    receiver opens them. At most ``max_links`` senders are connected at once; one that connects has
-    ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
+    receiver opens them. At most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that
+    connects has ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
 
     Creating it does not block for peers. It raises :class:`~mmcopy.errors.EndpointDirectoryError` (also for a path
     longer than a unix socket takes), :class:`~mmcopy.errors.EndpointIoError` and
@@ -70,12 +70,15 @@ class WorkerEndpoint:
         accept_prefixes: Sequence[str] = PROBE_PREFIXES,
         allowed_uids: Sequence[int] = (),
         max_links: int = 256,
+        max_arenas: int = 64,
         hello_timeout_s: float = 5.0,
     ) -> None:
         if isinstance(accept_prefixes, str) or not all(accept_prefixes):
             raise ConfigError(f"accept_prefixes is {accept_prefixes!r}, want a sequence of prefixes, none empty")
         if max_links < 1:
             raise ConfigError(f"max_links is {max_links}, want at least 1")
+        if max_arenas < 0:
+            raise ConfigError(f"max_arenas is {max_arenas}, want at least 0")
         for uid in allowed_uids:
             if not 0 <= uid < 2**32:
                 raise ConfigError(f"allowed_uids has {uid}, want user ids from 0 to 2**32 - 1")
@@ -85,6 +88,7 @@ class WorkerEndpoint:
             accept_prefixes=list(accept_prefixes),
             allowed_uids=list(allowed_uids),
             max_links=max_links,
+            max_arenas=max_arenas,
             hello_timeout_s=hello_timeout_s,
         )
 

@@ -10,7 +10,8 @@
 //! 1 Hello       u64 instance
 //! 2 Probe       u64 offset, u32 nbytes, text name
 //! 3 ProbeReply  i32 errno, u16 n, n bytes (errno 0: the bytes read; else the reason)
-//! 4 Offer       u64 instance, u64 data_nbytes, u64 control_nbytes, u32 num_leases, u32 slot; two descriptors
+//! 4 Offer       u64 instance, u64 data_nbytes, u64 control_nbytes, u32 num_leases, u32 slot; four descriptors:
+//!               data, control, marks, the end of a pipe
 //! 5 Accepted    u64 instance
 //! 6 Refused     i32 errno, text reason
 //!
@@ -65,7 +66,7 @@ impl Message {
 
     /// Descriptors that travel with it.
     pub(crate) const fn num_descriptors(&self) -> usize {
-        if matches!(self, Self::Offer(_)) { 2 } else { 0 }
+        if matches!(self, Self::Offer(_)) { 4 } else { 0 }
     }
 
     pub(super) fn encode(&self, sequence: u64) -> Vec<u8> {

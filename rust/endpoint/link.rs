@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::frame::Message;
+use super::frame::{Message, Offer};
 use super::socket::{Deadline, Socket};
 use super::{Fault, credentials, directory, socket};
 use crate::fork::Process;
@@ -116,6 +116,15 @@ impl SenderLink {
             Message::ProbeFailed { errno, reason } => {
                 not_shared(format!("the worker cannot read our segment (errno {errno}): {reason}"))
             }
+            other => Err(unexpected(&other).into()),
+        }
+    }
+
+    /// Hands an arena over and waits until the worker has mapped it.
+    pub(crate) fn offer(&self, offer: Offer, descriptors: &[BorrowedFd<'_>], limit: Duration) -> Result<()> {
+        let deadline = Deadline::after(limit);
+        match self.ask(&Message::Offer(offer), descriptors, deadline, "the worker's answer to an arena")? {
+            Message::Accepted { instance } if instance == offer.instance => Ok(()),
             other => Err(unexpected(&other).into()),
         }
     }

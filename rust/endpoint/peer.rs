@@ -1,17 +1,20 @@
 //! One sender, as the worker's thread sees it.
 
+use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::Fault;
+use super::arenas::Arenas;
 use super::credentials;
 use super::frame::{MAX_PROBE_BYTES, Message, Offer};
 use super::socket::{Arrived, Deadline, Socket};
+use crate::arena::Map;
 use crate::memory::Target;
 use crate::name::SegmentName;
 use crate::segment::Segment;
 use crate::{Error, Result};
-use std::num::NonZeroUsize;
 
 /// Frames that one sender may have answered before the others' turn.
 const FRAMES_A_TURN: usize = 16;
@@ -23,6 +26,7 @@ pub(super) struct Desk {
     pub(super) shm_dir: PathBuf,
     pub(super) accept_prefixes: Vec<String>,
     pub(super) allowed_uids: Vec<u32>,
+    pub(super) arenas: Arc<Arenas>,
 }
 
 /// A connected sender.
@@ -30,6 +34,9 @@ pub(super) struct Desk {
 pub(super) struct Peer {
     pub(super) socket: Socket,
     stage: Stage,
+    arenas: Arc<Arenas>,
+    /// What this sender has handed over.
+    maps: Vec<Arc<Map>>,
 }
 
 #[derive(Debug)]
@@ -50,7 +57,7 @@ impl Peer {
             refuse(&socket, &fault);
             return Err(fault);
         }
-        Ok(Self { socket, stage: Stage::New(hello_by) })
+        Ok(Self { socket, stage: Stage::New(hello_by), arenas: Arc::clone(&desk.arenas), maps: Vec::new() })
     }
 
     /// When it is cut off unless it says Hello.
@@ -89,9 +96,26 @@ impl Peer {
         }
     }
 
-    #[allow(clippy::unused_self)]
-    fn take(&mut self, _offer: Offer, _descriptors: Vec<OwnedFd>) -> Message {
-        Message::Refused { errno: 0, reason: "this worker takes no arenas".to_owned() }
+    fn take(&mut self, offer: Offer, descriptors: Vec<OwnedFd>) -> Message {
+        let taken = Map::new(offer, descriptors).map_err(|fault| fault.to_string()).and_then(|map| {
+            let map = Arc::new(map);
+            self.arenas.add(&map).map(|()| map)
+        });
+        match taken {
+            Ok(map) => {
+                self.maps.push(map);
+                Message::Accepted { instance: offer.instance }
+            }
+            Err(reason) => Message::Refused { errno: 0, reason },
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        for map in &self.maps {
+            self.arenas.remove(map);
+        }
     }
 }
 

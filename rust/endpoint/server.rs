@@ -12,9 +12,11 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use super::Fault;
+use super::arenas::Arenas;
 use super::directory;
 use super::peer::{Desk, Peer};
 use super::socket::{Deadline, poll};
+use crate::arena::Map;
 use crate::entry::Identity;
 use crate::fork::{Descriptor, Process};
 use crate::{Error, Result, owner};
@@ -35,6 +37,8 @@ pub struct Options {
     pub allowed_uids: Vec<u32>,
     /// Senders at once; further ones are refused.
     pub max_links: usize,
+    /// Arenas at once; further ones are refused.
+    pub max_arenas: usize,
     /// How long a new connection has to say Hello.
     pub hello_limit: Duration,
 }
@@ -104,6 +108,7 @@ impl WorkerEndpoint {
                 shm_dir: options.shm_dir,
                 accept_prefixes: options.accept_prefixes,
                 allowed_uids: options.allowed_uids,
+                arenas: Arc::new(Arenas::new(options.max_arenas)),
             },
             is_closing: AtomicBool::new(false),
             max_links: options.max_links,
@@ -138,6 +143,22 @@ impl WorkerEndpoint {
     /// Where it listens: what a sender has to be told.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The arenas of all senders that are connected, the newest last.
+    pub fn arenas(&self) -> Vec<Arc<Map>> {
+        if self.process.is_current() { self.shared.desk.arenas.all() } else { Vec::new() }
+    }
+
+    /// The arena of this random number, while its sender is connected.
+    pub fn find_arena(&self, instance: u64) -> Option<Arc<Map>> {
+        if self.process.is_current() { self.shared.desk.arenas.find(instance) } else { None }
+    }
+
+    /// Blocks until more than `seen` arenas were handed over since the start; how many were.
+    pub fn wait_arena(&self, seen: u64, limit: Duration) -> Result<u64> {
+        self.check_process()?;
+        Ok(self.shared.desk.arenas.wait(seen, limit))
     }
 
     /// What has happened so far.

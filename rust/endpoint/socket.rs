@@ -192,7 +192,7 @@ impl Deadline {
 }
 
 /// Without a limit it waits for ever.
-pub(super) fn poll(polled: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<usize, Errno> {
+pub(crate) fn poll(polled: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<usize, Errno> {
     // What is too long for a timespec is longer than anybody waits.
     let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
     rustix::event::poll(polled, limit.as_ref())

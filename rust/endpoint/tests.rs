@@ -15,6 +15,7 @@ fn options(directory: &Path, shm_dir: &Path) -> Options {
         accept_prefixes: vec!["mmcopy-".to_owned()],
         allowed_uids: Vec::new(),
         max_links: 4,
+        max_arenas: 4,
         hello_limit: Duration::from_secs(5),
     }
 }

@@ -19,9 +19,10 @@ pub(super) struct PyWorkerEndpoint {
 #[pymethods]
 impl PyWorkerEndpoint {
     #[new]
+    #[allow(clippy::too_many_arguments)]
     #[pyo3(
-        signature = (directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, hello_timeout_s),
-        text_signature = "(directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, hello_timeout_s)"
+        signature = (directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_timeout_s),
+        text_signature = "(directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_timeout_s)"
     )]
     fn new(
         py: Python<'_>,
@@ -30,10 +31,11 @@ impl PyWorkerEndpoint {
         accept_prefixes: Vec<String>,
         allowed_uids: Vec<u32>,
         max_links: usize,
+        max_arenas: usize,
         hello_timeout_s: Limit,
     ) -> PyResult<Self> {
         let hello_limit = hello_timeout_s.0;
-        let options = Options { directory, shm_dir, accept_prefixes, allowed_uids, max_links, hello_limit };
+        let options = Options { directory, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_limit };
         Ok(Self { endpoint: py.detach(|| WorkerEndpoint::create(options))? })
     }
 

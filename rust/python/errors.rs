@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use crate::Error;
-use crate::endpoint::Fault;
+use crate::{arena, endpoint};
 
 const fn class_name(error: &Error) -> &'static str {
     match error {
@@ -32,17 +32,35 @@ const fn class_name(error: &Error) -> &'static str {
         Error::Closed { .. } | Error::Cancelled { .. } => "ClosedError",
         Error::Panicked { .. } => "MmcopyError",
         Error::Endpoint(fault) => endpoint_class_name(fault),
+        Error::Arena(fault) => arena_class_name(fault),
     }
 }
 
-const fn endpoint_class_name(fault: &Fault) -> &'static str {
+const fn endpoint_class_name(fault: &endpoint::Fault) -> &'static str {
     match fault {
-        Fault::Directory { .. } | Fault::PathLength { .. } => "EndpointDirectoryError",
-        Fault::Io { .. } => "EndpointIoError",
-        Fault::NobodyListens { .. } | Fault::Gone { .. } => "EndpointGoneError",
-        Fault::User { .. } | Fault::Refused { .. } => "EndpointRefusedError",
-        Fault::Protocol { .. } | Fault::Descriptors { .. } => "EndpointProtocolError",
-        Fault::Timeout { .. } => "EndpointTimeoutError",
+        endpoint::Fault::Directory { .. } | endpoint::Fault::PathLength { .. } => "EndpointDirectoryError",
+        endpoint::Fault::Io { .. } => "EndpointIoError",
+        endpoint::Fault::NobodyListens { .. } | endpoint::Fault::Gone { .. } => "EndpointGoneError",
+        endpoint::Fault::User { .. } | endpoint::Fault::Refused { .. } => "EndpointRefusedError",
+        endpoint::Fault::Protocol { .. } | endpoint::Fault::Descriptors { .. } => "EndpointProtocolError",
+        endpoint::Fault::Timeout { .. } => "EndpointTimeoutError",
+    }
+}
+
+const fn arena_class_name(fault: &arena::Fault) -> &'static str {
+    match fault {
+        arena::Fault::Option { .. } | arena::Fault::NoConsumer { .. } => "ConfigError",
+        arena::Fault::Memory { .. } => "ArenaMemoryError",
+        arena::Fault::Io { .. } | arena::Fault::Offered { .. } | arena::Fault::Consumers { .. } => "ArenaError",
+        arena::Fault::Full { .. } => "ArenaFullError",
+        arena::Fault::Forged { .. } => "LeaseForgedError",
+        arena::Fault::UnknownArena { .. } => "LeaseUnknownArenaError",
+        arena::Fault::Stale { .. } => "LeaseStaleError",
+        arena::Fault::Repeated { .. } => "LeaseRepeatedError",
+        arena::Fault::Aborted { .. } => "LeaseAbortedError",
+        arena::Fault::OwnerGone { .. } => "LeaseOwnerGoneError",
+        arena::Fault::Busy { .. } => "LeaseBusyError",
+        arena::Fault::Timeout { .. } | arena::Fault::Closing { .. } => "LeaseTimeoutError",
     }
 }
 

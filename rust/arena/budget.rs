@@ -1,0 +1,178 @@
+//! How much memory an arena may take: an arena beyond what the control group or the machine has would not fail when it
+//! is made but have a process killed when it is used.
+
+use std::path::{Path, PathBuf};
+
+use super::fault::Fault;
+
+/// An arena takes at most seven eighths of what is available.
+const MOST_EIGHTHS: u64 = 7;
+/// Version 1 says "no limit" by a number near 2**63, rounded down to a page.
+const UNLIMITED: u64 = 1 << 60;
+
+/// What is available, and what limits it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Available {
+    pub(super) nbytes: u64,
+    pub(super) limited_by: String,
+}
+
+/// Refuses more than there is. `None`: nothing is known, and nothing refused.
+pub(super) fn check(wanted_nbytes: u64, available: Option<&Available>) -> Result<(), Fault> {
+    let Some(available) = available else { return Ok(()) };
+    let most_nbytes = available.nbytes / 8 * MOST_EIGHTHS;
+    if wanted_nbytes <= most_nbytes {
+        return Ok(());
+    }
+    Err(Fault::Memory {
+        wanted_nbytes,
+        available_nbytes: available.nbytes,
+        most_nbytes,
+        limited_by: available.limited_by.clone(),
+    })
+}
+
+/// The least of what the machine and each control group on the way to the root have left.
+pub(super) fn available(proc: &Path) -> Option<Available> {
+    let machine = machine(proc);
+    let groups = folders(proc);
+    let groups = groups.iter().filter_map(|folder| group(folder));
+    machine.into_iter().chain(groups).min_by_key(|available| available.nbytes)
+}
+
+fn machine(proc: &Path) -> Option<Available> {
+    let text = std::fs::read_to_string(proc.join("meminfo")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(Available { nbytes: kibibytes.saturating_mul(1024), limited_by: "MemAvailable of the machine".to_owned() })
+}
+
+/// What one group has left. Its file pages that nobody has used lately would be given up first, so they count as free.
+fn group(folder: &Path) -> Option<Available> {
+    let number = |name: &str| read_number(&folder.join(name));
+    let (limit_name, limit, used, cache_key) = match number("memory.max") {
+        Some(limit) => ("memory.max", limit, number("memory.current"), "inactive_file"),
+        None => {
+            let limit = number("memory.limit_in_bytes")?;
+            ("memory.limit_in_bytes", limit, number("memory.usage_in_bytes"), "total_inactive_file")
+        }
+    };
+    if limit >= UNLIMITED {
+        return None;
+    }
+    let statistics = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+    let cache = statistics.lines().find_map(|line| line.strip_prefix(cache_key)?.strip_prefix(' ')?.parse().ok());
+    let used = used.unwrap_or(0).saturating_sub(cache.unwrap_or(0));
+    let limited_by = format!("{limit_name} {limit} of {}", folder.display());
+    Some(Available { nbytes: limit.saturating_sub(used), limited_by })
+}
+
+fn read_number(path: &Path) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// The folders of this process's groups that can limit memory, in either version, each with its parents.
+fn folders(proc: &Path) -> Vec<PathBuf> {
+    let read = |name: &str| std::fs::read_to_string(proc.join("self").join(name)).unwrap_or_default();
+    let (groups, mounts) = (read("cgroup"), read("mountinfo"));
+    let mut found = Vec::new();
+    for line in mounts.lines() {
+        let Some((head, tail)) = line.split_once(" - ") else { continue };
+        let (fields, types): (Vec<_>, Vec<_>) = (head.split(' ').collect(), tail.split(' ').collect());
+        let ([_, _, _, root, point, ..], [kind, _, options, ..]) = (fields.as_slice(), types.as_slice()) else {
+            continue;
+        };
+        let controller = match *kind {
+            "cgroup2" => "",
+            "cgroup" if options.split(',').any(|option| option == "memory") => "memory",
+            _ => continue,
+        };
+        if let Some(group) = group_of(&groups, controller) {
+            let point = Path::new(point);
+            // A container can see its own group as the root of the mount, while its path starts at the host's root.
+            let inside = Path::new(group).strip_prefix(root).unwrap_or(Path::new(""));
+            let folder = point.join(inside);
+            found.extend(folder.ancestors().take_while(|folder| folder.starts_with(point)).map(Path::to_path_buf));
+        }
+    }
+    found
+}
+
+fn group_of<'a>(groups: &'a str, controller: &str) -> Option<&'a str> {
+    groups.lines().find_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, group) = rest.split_once(':')?;
+        let is_it = controllers.split(',').any(|name| name == controller) && !group.split('/').any(|part| part == "..");
+        is_it.then_some(group)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A /proc and a /sys/fs/cgroup with these files.
+    fn machine_with(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, text.replace("ROOT", root.path().to_str().unwrap())).unwrap();
+        }
+        root
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn the_tightest_group_counts_and_its_old_pages_are_free() {
+        let root = machine_with(&[
+            ("proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 8388608 kB\n"),
+            ("proc/self/cgroup", "0::/pod/container\n"),
+            ("proc/self/mountinfo", "30 23 0:26 / ROOT/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"),
+            ("cgroup/pod/memory.max", "268435456\n"),
+            ("cgroup/pod/memory.current", "104857600\n"),
+            ("cgroup/pod/memory.stat", "anon 1\ninactive_file 52428800\n"),
+            ("cgroup/pod/container/memory.max", "max\n"),
+        ]);
+        let found = available(&root.path().join("proc")).unwrap();
+        assert_eq!(found.nbytes, 206 * MIB);
+        assert!(found.limited_by.ends_with("/cgroup/pod"), "{}", found.limited_by);
+        let refused = check(512 * MIB, Some(&found)).unwrap_err();
+        let Fault::Memory { wanted_nbytes, available_nbytes, most_nbytes, .. } = &refused else { panic!("{refused}") };
+        assert_eq!((*wanted_nbytes, *available_nbytes, *most_nbytes), (512 * MIB, 206 * MIB, 206 * MIB / 8 * 7));
+        assert!(refused.to_string().contains("memory.max 268435456"), "{refused}");
+        assert_eq!(check(180 * MIB, Some(&found)), Ok(()));
+    }
+
+    #[test]
+    fn version_one_is_read_too() {
+        let root = machine_with(&[
+            ("proc/meminfo", "MemAvailable: 1048576 kB\n"),
+            ("proc/self/cgroup", "4:cpu,memory:/host/docker/abc\n0::/\n"),
+            ("proc/self/mountinfo", "30 23 0:26 /host/docker/abc ROOT/memory rw - cgroup cgroup rw,memory\n"),
+            ("memory/memory.limit_in_bytes", "536870912\n"),
+            ("memory/memory.usage_in_bytes", "4096\n"),
+        ]);
+        assert_eq!(available(&root.path().join("proc")).unwrap().nbytes, 512 * MIB - 4096);
+    }
+
+    #[test]
+    fn without_a_limit_the_machine_counts_and_without_a_word_nothing() {
+        let root = machine_with(&[
+            ("proc/meminfo", "MemAvailable: 1048576 kB\n"),
+            ("proc/self/cgroup", "4:memory:/\n"),
+            ("proc/self/mountinfo", "30 23 0:26 / ROOT/memory rw - cgroup cgroup rw,memory\n"),
+            ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        let found = available(&root.path().join("proc")).unwrap();
+        assert_eq!((found.nbytes, found.limited_by.as_str()), (1 << 30, "MemAvailable of the machine"));
+        assert_eq!(available(&root.path().join("missing")), None);
+        assert_eq!(check(u64::MAX, None), Ok(()));
+    }
+
+    #[test]
+    fn this_machine_says_something() {
+        assert!(available(Path::new("/proc")).unwrap().nbytes > MIB);
+    }
+}

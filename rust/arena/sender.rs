@@ -1,0 +1,480 @@
+//! The sender's side: the arena, its consumers, and the thread that gives blocks back.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::blocks::MOST_DATA_BYTES;
+use super::consumer::Consumer;
+use super::fault::Fault;
+use super::handle::LeaseHandle;
+use super::layout::{self, Header, MOST_LEASES};
+use super::mapping::Mapping;
+use super::table::{Lease, MAX_CONSUMERS, Table};
+use super::writing::Writing;
+use super::{HugePages, Options, Report, Statistics, budget, memfd};
+use crate::endpoint::{Offer, SenderLink};
+use crate::fork::Process;
+use crate::{Error, Result, owner};
+
+/// The thread looks again after this when somebody waits or something has just come back.
+const SHORT_PAUSE: Duration = Duration::from_micros(50);
+/// Longest pause while somebody waits for room.
+const WAITING_PAUSE: Duration = Duration::from_millis(1);
+/// Longest pause while leases are out.
+const LONG_PAUSE: Duration = Duration::from_millis(10);
+/// How often consumers are asked whether they live.
+const ALIVE_PAUSE: Duration = Duration::from_millis(5);
+
+/// An arena: one a sender, for all its workers. Dropping it closes it; the memory goes with the last mapping, here or in
+/// a worker.
+#[derive(Debug)]
+pub struct Arena {
+    inner: Arc<Inner>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the arena's handles share.
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) instance: u64,
+    pub(super) data: Mapping,
+    pub(super) control: Mapping,
+    data_file: OwnedFd,
+    control_file: OwnedFd,
+    num_leases: u32,
+    unclaimed_limit: Duration,
+    report: Report,
+    state: Mutex<State>,
+    freed: Condvar,
+    work: Condvar,
+    pub(super) process: Process,
+}
+
+#[derive(Debug)]
+struct State {
+    table: Table,
+    consumers: [Option<Consumer>; MAX_CONSUMERS],
+    /// Slots of hand-overs that are under way.
+    offered: u32,
+    asked_alive: Instant,
+    num_waiting: usize,
+    is_parked: bool,
+    is_closing: bool,
+    has_ended: bool,
+    counters: Statistics,
+}
+
+impl Arena {
+    /// Makes the memory: reserved, touched by several threads, sealed. Blocks, about a second for 4 GiB.
+    pub fn create(options: &Options) -> Result<Self> {
+        let process = Process::current();
+        let (data_nbytes, num_leases) = checked(options)?;
+        let wanted_nbytes = data_nbytes as u64 + layout::control_nbytes(num_leases) as u64;
+        if options.huge_pages != HugePages::Reserved {
+            budget::check(wanted_nbytes, budget::available(Path::new("/proc")).as_ref())?;
+        }
+        let failed =
+            |errno: rustix::io::Errno| Fault::Io { operation: "getrandom", errno: errno.raw_os_error(), nbytes: 8 };
+        let instance = owner::random_bits().map_err(failed)?;
+        let (data_file, data, report) = memfd::data(data_nbytes, options.huge_pages, options.num_threads.get())?;
+        let header = Header { num_leases, instance, data_nbytes: data_nbytes as u64 };
+        let (control_file, control) =
+            memfd::control(layout::control_nbytes(num_leases), |control| header.write(control))?;
+        let inner = Arc::new(Inner {
+            instance,
+            data,
+            control,
+            data_file,
+            control_file,
+            num_leases,
+            unclaimed_limit: options.unclaimed_limit,
+            report,
+            state: Mutex::new(State {
+                table: Table::new(data_nbytes, num_leases),
+                consumers: [const { None }; MAX_CONSUMERS],
+                offered: 0,
+                asked_alive: Instant::now(),
+                num_waiting: 0,
+                is_parked: false,
+                is_closing: false,
+                has_ended: false,
+                counters: Statistics::default(),
+            }),
+            freed: Condvar::new(),
+            work: Condvar::new(),
+            process,
+        });
+        let working = Arc::clone(&inner);
+        let started = Builder::new().name("mmcopy-arena".to_owned()).spawn(move || working.give_back());
+        let thread = started.map_err(|error| Error::Spawn { thread: 0, num_threads: 1, reason: error.to_string() })?;
+        Ok(Self { inner, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// A random number that no other arena has.
+    pub fn instance(&self) -> u64 {
+        self.inner.instance
+    }
+
+    /// Bytes of the data.
+    pub fn data_nbytes(&self) -> usize {
+        self.inner.data.nbytes()
+    }
+
+    /// How the memory was made, and what the system refused.
+    pub fn report(&self) -> &Report {
+        &self.inner.report
+    }
+
+    /// Gives the arena to the worker at the other end of the link; the number that it has as a consumer from now on.
+    /// Blocks until the worker has mapped it. The link may be closed afterwards; whether the worker lives is told by a
+    /// pipe of its own. After an error the link is closed, so that both sides start anew.
+    pub fn hand_over(&self, link: &SenderLink, limit: Duration) -> Result<u32> {
+        let inner = &self.inner;
+        let (consumer, passed) = Consumer::new(inner.num_leases)?;
+        let slot = {
+            let mut state = inner.open()?;
+            inner.sweep(&mut state, true);
+            let is_free = |slot: &usize| state.consumers[*slot].is_none() && state.offered & (1 << slot) == 0;
+            let slot = (0..MAX_CONSUMERS).find(is_free).ok_or(Fault::Consumers { most: MAX_CONSUMERS })?;
+            state.offered |= 1 << slot;
+            slot
+        };
+        let offer = Offer {
+            instance: inner.instance,
+            data_nbytes: inner.data.nbytes() as u64,
+            control_nbytes: inner.control.nbytes() as u64,
+            num_leases: inner.num_leases,
+            slot: slot as u32,
+        };
+        let descriptors =
+            [inner.data_file.as_fd(), inner.control_file.as_fd(), passed.marks.as_fd(), passed.alive.as_fd()];
+        let outcome = link.offer(offer, &descriptors, limit);
+        let mut state = inner.lock();
+        state.offered &= !(1 << slot);
+        if let Err(error) = outcome {
+            link.close();
+            return Err(error);
+        }
+        state.consumers[slot] = Some(consumer);
+        state.counters.consumers_connected += 1;
+        Ok(slot as u32)
+    }
+
+    /// Leases of these sizes, side by side in their order and each at a multiple of 256 bytes, for these consumers; all or
+    /// none. Blocks for `wait` at most until there is room.
+    pub fn take(&self, sizes: &[usize], consumers: &[u32], wait: Duration) -> Result<Vec<Writing>> {
+        let inner = &self.inner;
+        let begun = Instant::now();
+        let mut state = inner.open()?;
+        let group_nbytes = Table::group_nbytes(sizes);
+        let fits = group_nbytes.is_some_and(|nbytes| nbytes <= inner.data.nbytes())
+            && sizes.len() <= inner.num_leases as usize;
+        loop {
+            let mask = state.mask_of(consumers)?;
+            if let Some(taken) = inner.take_now(&mut state, sizes, mask) {
+                drop(state);
+                return Ok(taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect());
+            }
+            if inner.sweep(&mut state, false) > 0 {
+                inner.freed.notify_all();
+                continue;
+            }
+            let left = wait.saturating_sub(begun.elapsed());
+            if left.is_zero() || !fits {
+                state.counters.full += 1;
+                return Err(Fault::Full {
+                    wanted_nbytes: group_nbytes.map_or(u64::MAX, |nbytes| nbytes as u64),
+                    num_leases: sizes.len(),
+                    waited: if fits { wait } else { Duration::ZERO },
+                    free_nbytes: inner.data.nbytes() as u64 - state.table.used_nbytes(),
+                    data_nbytes: inner.data.nbytes() as u64,
+                    largest_nbytes: state.table.largest_nbytes(),
+                    free_leases: state.table.num_free(),
+                }
+                .into());
+            }
+            state.num_waiting += 1;
+            inner.work.notify_all();
+            state = inner.freed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state.num_waiting -= 1;
+            if state.is_closing {
+                return Err(inner.closed());
+            }
+        }
+    }
+
+    /// Takes a lease back that was handed out: a consumer that has not begun to read it cannot any more, and the block
+    /// comes back when those that have are done. False when it is over already. A lease that is being written is not
+    /// touched: [`Writing::abort`] does that.
+    pub fn cancel(&self, handle: &LeaseHandle) -> Result<bool> {
+        let inner = &self.inner;
+        let mut state = inner.open()?;
+        if handle.instance != inner.instance {
+            return Err(Fault::UnknownArena { name: handle.name() }.into());
+        }
+        let State { table, consumers, counters, .. } = &mut *state;
+        let Some(lease) = table.get_mut(handle.index, handle.generation).filter(|lease| !lease.is_writing) else {
+            return Ok(false);
+        };
+        if !lease.is_cancelled {
+            counters.cancelled += 1;
+            inner.cancel_lease(consumers, handle.index, lease);
+        }
+        if inner.sweep(&mut state, false) > 0 {
+            inner.freed.notify_all();
+        }
+        Ok(true)
+    }
+
+    /// What has happened so far, and what is out now.
+    pub fn statistics(&self) -> Result<Statistics> {
+        if !self.inner.process.is_current() {
+            return Err(self.inner.closed());
+        }
+        let state = self.inner.lock();
+        Ok(Statistics {
+            data_nbytes: self.inner.data.nbytes() as u64,
+            used_nbytes: state.table.used_nbytes(),
+            largest_free_nbytes: state.table.largest_nbytes(),
+            num_leases: self.inner.num_leases,
+            leases_out: state.table.num_outstanding(),
+            consumers: state.consumers.iter().flatten().count(),
+            held: state.table.held(),
+            ..state.counters.clone()
+        })
+    }
+
+    /// Whether it was closed, or belongs to the process that this one was forked from.
+    pub fn is_closed(&self) -> bool {
+        self.inner.open().is_err()
+    }
+
+    /// Gives out no further lease, and ends the thread. Leases that are out stay readable for their consumers. May be
+    /// called again; does nothing in a forked child.
+    pub fn close(&self, limit: Duration) -> Result<()> {
+        let inner = &self.inner;
+        if !inner.process.is_current() {
+            return Ok(());
+        }
+        let deadline = Instant::now().checked_add(limit);
+        let mut state = inner.lock();
+        state.is_closing = true;
+        inner.work.notify_all();
+        inner.freed.notify_all();
+        while !state.has_ended {
+            let left = deadline.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Err(Fault::Closing { waited: limit }.into());
+            }
+            state = inner.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let _ = thread.map(JoinHandle::join);
+        Ok(())
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        if self.inner.process.is_current() {
+            let _ = self.close(Duration::from_secs(10));
+        } else {
+            // The handle names a thread that this process does not have.
+            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        }
+    }
+}
+
+impl State {
+    fn mask_of(&self, consumers: &[u32]) -> Result<u32> {
+        let mut mask = 0;
+        for slot in consumers {
+            let is_there = self.consumers.get(*slot as usize).is_some_and(Option::is_some);
+            if !is_there {
+                return Err(Fault::NoConsumer { slot: *slot }.into());
+            }
+            mask |= 1 << slot;
+        }
+        if mask == 0 {
+            let wanted = "the number of at least one".to_owned();
+            return Err(Fault::Option { setting: "consumers", found: "empty".to_owned(), wanted }.into());
+        }
+        Ok(mask)
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self) -> Result<MutexGuard<'_, State>> {
+        if !self.process.is_current() {
+            return Err(self.closed());
+        }
+        let state = self.lock();
+        if state.is_closing { Err(self.closed()) } else { Ok(state) }
+    }
+
+    pub(super) fn closed(&self) -> Error {
+        Error::Closed { what: format!("arena {:016x}", self.instance) }
+    }
+
+    fn take_now(&self, state: &mut State, sizes: &[usize], mask: u32) -> Option<Vec<LeaseHandle>> {
+        let consumers = &state.consumers;
+        let is_fresh = |index, generation| {
+            slots_of(mask).filter_map(|slot| consumers[slot].as_ref()).all(|consumer| {
+                let marks = layout::marks(&consumer.marks, self.num_leases, index);
+                !marks.is_claimed(generation) && !marks.is_released(generation)
+            })
+        };
+        let taken = state.table.take(sizes, mask, is_fresh)?;
+        let mut handles = Vec::with_capacity(taken.len());
+        for index in taken {
+            let Some(entry) = state.table.entry(index) else { continue };
+            layout::record(&self.control, index).publish(&entry);
+            handles.push(LeaseHandle {
+                instance: self.instance,
+                index,
+                generation: entry.generation,
+                offset: entry.offset,
+                nbytes: entry.nbytes,
+            });
+        }
+        state.counters.taken += handles.len() as u64;
+        if state.is_parked {
+            self.work.notify_all();
+        }
+        Some(handles)
+    }
+
+    /// The writer has nothing more to do with the lease.
+    pub(super) fn end_writing(&self, handle: &LeaseHandle, is_aborted: bool) {
+        if !self.process.is_current() {
+            return;
+        }
+        let mut state = self.lock();
+        let State { table, consumers, counters, .. } = &mut *state;
+        let Some(lease) = table.get_mut(handle.index, handle.generation) else { return };
+        (lease.is_writing, lease.since) = (false, Instant::now());
+        if is_aborted {
+            counters.aborted += 1;
+            self.cancel_lease(consumers, handle.index, lease);
+            if self.sweep(&mut state, false) > 0 {
+                self.freed.notify_all();
+            }
+        } else {
+            counters.committed += 1;
+        }
+    }
+
+    fn cancel_lease(&self, consumers: &[Option<Consumer>; MAX_CONSUMERS], index: u32, lease: &mut Lease) {
+        lease.is_cancelled = true;
+        layout::record(&self.control, index).cancel();
+        for slot in slots_of(lease.remaining) {
+            let has_claimed = consumers[slot].as_ref().is_some_and(|consumer| {
+                layout::marks(&consumer.marks, self.num_leases, index).is_claimed(lease.entry.generation)
+            });
+            if !has_claimed {
+                lease.remaining &= !(1 << slot);
+            }
+        }
+    }
+
+    /// Reads the marks of all leases that are out and frees what nobody reads any more; how many leases.
+    fn sweep(&self, state: &mut State, asks_alive: bool) -> usize {
+        let now = Instant::now();
+        let State { table, consumers, counters, asked_alive, .. } = state;
+        let mut gone = 0;
+        if asks_alive || now.duration_since(*asked_alive) >= ALIVE_PAUSE {
+            *asked_alive = now;
+            gone = Consumer::gone(consumers.iter().enumerate().filter_map(|(slot, one)| Some((slot, one.as_ref()?))));
+        }
+        let freed = table.sweep(|index, lease| {
+            if lease.remaining & gone != 0 {
+                lease.remaining &= !gone;
+                lease.entry.consumers &= !gone;
+                // The slot can be another consumer's soon, which must not claim this lease.
+                layout::record(&self.control, index).keep_consumers(lease.entry.consumers);
+            }
+            let mut has_unclaimed = false;
+            for slot in slots_of(lease.remaining) {
+                let Some(consumer) = consumers[slot].as_ref() else {
+                    lease.remaining &= !(1 << slot);
+                    continue;
+                };
+                let marks = layout::marks(&consumer.marks, self.num_leases, index);
+                if marks.is_released(lease.entry.generation) {
+                    lease.remaining &= !(1 << slot);
+                    counters.released += 1;
+                } else {
+                    has_unclaimed |= !marks.is_claimed(lease.entry.generation);
+                }
+            }
+            let is_old = now.duration_since(lease.since) >= self.unclaimed_limit;
+            if has_unclaimed && is_old && !lease.is_writing && !lease.is_cancelled {
+                counters.expired += 1;
+                self.cancel_lease(consumers, index, lease);
+            }
+        });
+        for index in &freed {
+            layout::record(&self.control, *index).retire();
+        }
+        for slot in slots_of(gone) {
+            consumers[slot] = None;
+            counters.consumers_gone += 1;
+        }
+        freed.len()
+    }
+
+    /// The thread: looks at the marks while leases are out, and sleeps while none is.
+    fn give_back(&self) {
+        let mut pause = SHORT_PAUSE;
+        let mut state = self.lock();
+        while !state.is_closing {
+            if state.table.num_outstanding() == 0 {
+                state.is_parked = true;
+                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.is_parked = false;
+                pause = SHORT_PAUSE;
+                continue;
+            }
+            if self.sweep(&mut state, false) > 0 {
+                self.freed.notify_all();
+                pause = SHORT_PAUSE;
+            } else {
+                pause = (pause * 2).min(LONG_PAUSE);
+            }
+            let most = if state.num_waiting > 0 { WAITING_PAUSE } else { LONG_PAUSE };
+            state = self.work.wait_timeout(state, pause.min(most)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.has_ended = true;
+        self.work.notify_all();
+    }
+}
+
+fn slots_of(mask: u32) -> impl Iterator<Item = usize> {
+    (0..MAX_CONSUMERS).filter(move |slot| mask & (1 << slot) != 0)
+}
+
+/// Bytes and leases that these options ask for.
+fn checked(options: &Options) -> std::result::Result<(usize, u32), Fault> {
+    let bad = |setting, found: String, wanted: String| Fault::Option { setting, found, wanted };
+    let size = || bad("data_nbytes", options.data_nbytes.to_string(), format!("1 to {MOST_DATA_BYTES}"));
+    let data_nbytes =
+        memfd::rounded(options.data_nbytes, options.huge_pages).filter(|nbytes| *nbytes > 0).ok_or_else(size)?;
+    if data_nbytes as u64 > MOST_DATA_BYTES {
+        return Err(size());
+    }
+    let num_leases = match options.num_leases {
+        // One for each 64 KiB, so that leases and bytes run out together when tensors are small.
+        None => ((data_nbytes >> 16) as u32).clamp(1024, 65536),
+        Some(num_leases) if (1..=MOST_LEASES).contains(&num_leases) => num_leases,
+        Some(num_leases) => return Err(bad("num_leases", num_leases.to_string(), format!("1 to {MOST_LEASES}"))),
+    };
+    Ok((data_nbytes, num_leases))
+}
