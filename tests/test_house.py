@@ -28,9 +28,11 @@ FLOOR = {
     "ring": 3,
     "sources": 3,
     "wire": 3,
+    "packed": 4,
     "pipeline": 4,
     "cuda": 5,
     "host": 5,
+    "parallel": 5,
     "receiver": 6,
     "sender": 6,
     "": 7,  # mmcopy itself

@@ -24,7 +24,11 @@ from .errors import (
     MissingDependencyError,
     MmcopyError,
     NoSpaceError,
+    ParallelMismatchError,
     PayloadError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
     ReceiveTimeoutError,
     RepeatedHandleError,
     SegmentExistsError,
@@ -38,6 +42,7 @@ from .errors import (
     UnsupportedPayloadError,
 )
 from .metrics import Counter, Metrics
+from .parallel import ParallelOptions, Strategy
 from .receiver import Receiver
 from .sender import Sender
 from .tensors import DTYPES, Inline, ShmHandle, TensorData
@@ -59,7 +64,12 @@ __all__ = [
     "MissingDependencyError",
     "MmcopyError",
     "NoSpaceError",
+    "ParallelMismatchError",
+    "ParallelOptions",
     "PayloadError",
+    "PeerFailedError",
+    "PeerLostError",
+    "PeerTimeoutError",
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
@@ -73,6 +83,7 @@ __all__ = [
     "SegmentSizeError",
     "Sender",
     "ShmHandle",
+    "Strategy",
     "TensorData",
     "TransportConfig",
     "TransportMode",
