@@ -14,7 +14,6 @@ error of its own still takes part in the exchange, so that nobody waits for it.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -120,8 +119,6 @@ class CollectiveReceive:
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._options_hash = hash_options(options)
-        self._order = threading.Lock()
-        self._sequence = 0
 
     def receive(self, items: Sequence[TensorData], out: Sequence[Any] | None) -> list[Any]:
         """The tensors of every rank alike: views into one new buffer, or ``out`` filled.
@@ -131,17 +128,22 @@ class CollectiveReceive:
         deadline = time.monotonic() + self._timeout_s
         opened = _Opened(items)
         why = "released"
+        is_begun = False
         try:
             with self._turn(deadline), self._destination.on_current_stream():
+                is_begun = True
                 tensors = self._receive(opened, out, deadline)
             why = "received"
             return tensors
         finally:
             self._opener.close(opened.sources, why)
+            if not is_begun:
+                self._opener.release(items)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Any:
-        if not self._order.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        line = self.group.line
+        if not line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise ReceiveTimeoutError("another thread's receive on the same group did not end in time")
         try:
             if self.group.lost:
@@ -149,10 +151,10 @@ class CollectiveReceive:
                     f"rank {self.group.rank} of {self.group.size}: the group was lost before: {self.group.lost}; "
                     "make new process groups and a new receiver"
                 )
-            self._sequence += 1
+            line.sequence += 1
             yield
         finally:
-            self._order.release()
+            line.order.release()
 
     def _receive(self, opened: _Opened, out: Sequence[Any] | None, deadline: float) -> list[Any]:
         facts = tuple(
@@ -185,7 +187,7 @@ class CollectiveReceive:
     def _opening(self, opened: _Opened, facts: tuple[ItemFacts, ...], out: Sequence[Any] | None) -> Digest:
         """Open, allocate, and the digest of how it went."""
         digest = Digest(
-            self._sequence,
+            self.group.line.sequence,
             0,
             Status.OK,
             len(facts),

@@ -6,10 +6,12 @@ buffers alive, and the next call on the CPU group waits for it first.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmcopy.errors import ConfigError, MissingDependencyError, PeerLostError, PeerTimeoutError
 
@@ -18,7 +20,33 @@ from .digest import BLOCK_BYTES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RankGroup"]
+__all__ = ["Line", "RankGroup"]
+
+
+class Line:
+    """What all receivers on one CPU group share: whose turn it is, how many receives there were, what is under way.
+
+    Found by :meth:`of`, so that two receivers on one group do not each count for themselves and lose step.
+    """
+
+    _lines: ClassVar[weakref.WeakKeyDictionary[Any, Line]] = weakref.WeakKeyDictionary()
+    _finding: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.order = threading.Lock()
+        """Held for one receive."""
+        self.sequence = 0
+        """Receives that were begun on this group."""
+        self.late: Any = None
+        """An exchange that was given up, and may still be under way."""
+        self.lost = ""
+        """Why there can be no further exchange; empty while there can."""
+
+    @classmethod
+    def of(cls, cpu_group: Any) -> Line:
+        """The group's own; it goes when the group goes."""
+        with cls._finding:
+            return cls._lines.setdefault(cpu_group, Line())
 
 
 class RankGroup:
@@ -40,6 +68,8 @@ class RankGroup:
         self._group = group
         self._cpu_group = group if cpu_group is None else cpu_group
         for name, each, kind in (("group", group, device_type), ("cpu_group", self._cpu_group, "cpu")):
+            if each is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ConfigError(f"this process is not in {name}")
             try:
                 self.rank: int = dist.get_rank(each)
                 backends = _backends(dist, each)
@@ -57,10 +87,13 @@ class RankGroup:
         if others != self.global_ranks:
             raise ConfigError(f"group has the ranks {list(self.global_ranks)}, cpu_group {list(others)}")
         self.size = len(self.global_ranks)
-        self._blocks = torch.empty(self.size * BLOCK_BYTES, dtype=torch.uint8)
-        self._late: Any = None
-        self.lost = ""
+        self.line = Line.of(self._cpu_group)
+        self._lost = ""
+
+    @property
+    def lost(self) -> str:
         """Why no collective can be made any more; empty while that is not so."""
+        return self.line.lost or self._lost
 
     def exchange(self, block: bytes, deadline: float) -> list[bytes]:
         """Every rank's block, in the order of ranks. Blocks until all are here.
@@ -68,17 +101,21 @@ class RankGroup:
         Raises :class:`PeerTimeoutError`, after which the exchange goes on behind the caller's back and the next one
         waits for it, and :class:`PeerLostError`, after which there is no next one.
         """
-        if self._late is not None:
-            self._wait_until(self._late, deadline, "an earlier exchange")
-            self._late = None
-        mine = self._torch.frombuffer(bytearray(block), dtype=self._torch.uint8)
-        work = self._queue(lambda: self._all_gather(self._blocks, mine, self._cpu_group))
+        line, torch = self.line, self._torch
         try:
-            self._wait_until(work, deadline, "an exchange")
-        except PeerTimeoutError:
-            self._late = work
+            if line.late is not None:
+                self._wait_until(line.late, deadline, "an earlier exchange")
+                line.late = None
+            # New memory each time: an exchange that is late goes on writing to it.
+            mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+            blocks = torch.empty(self.size * BLOCK_BYTES, dtype=torch.uint8)
+            line.late = self._queue(lambda: self._all_gather(blocks, mine, self._cpu_group))
+            self._wait_until(line.late, deadline, "an exchange")
+            line.late = None
+        except PeerLostError as error:
+            line.lost = str(error)
             raise
-        whole = self._blocks.numpy().tobytes()
+        whole = blocks.numpy().tobytes()
         return [whole[start : start + BLOCK_BYTES] for start in range(0, len(whole), BLOCK_BYTES)]
 
     def broadcast(self, tensor: torch.Tensor, source: int, deadline: float) -> None:
@@ -135,7 +172,7 @@ class RankGroup:
         try:
             self._wait_until(work, deadline, what)
         except PeerTimeoutError as error:
-            self.lost = str(error)
+            self._lost = str(error)
             raise
 
     def _wait_until(self, work: Any, deadline: float, what: str) -> None:
@@ -154,7 +191,7 @@ class RankGroup:
                 raise self._lose(f"{what} failed: {error}") from error
 
     def _lose(self, why: str) -> PeerLostError:
-        self.lost = why
+        self._lost = why
         return PeerLostError(f"rank {self.rank} of {self.size}: {why}")
 
 
