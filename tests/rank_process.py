@@ -21,9 +21,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mmcopy import Inline, MmcopyError, ParallelOptions, Receiver, ShmHandle, TensorData, _native
+from mmcopy import (
+    Inline,
+    MmcopyError,
+    ParallelOptions,
+    Receiver,
+    Sender,
+    ShmHandle,
+    TensorData,
+    TransportConfig,
+    _native,
+    shm_namespace_id,
+)
+
+from .ranks import as_json, wanted
 
 receivers: dict[str, Receiver] = {}
+senders: dict[str, Sender] = {}
 groups: dict[str, Any] = {}
 
 
@@ -173,6 +187,21 @@ def many(command: dict[str, Any]) -> dict[str, Any]:
     return {"wrong": wrong, "states": states}
 
 
+def publish(command: dict[str, Any]) -> dict[str, Any]:
+    """Random bytes of these sizes in segments of this rank's own /dev/shm."""
+    sender = senders.setdefault("", Sender(TransportConfig(mode="shm", shm_min_bytes=0)))
+    arrays = [np.random.default_rng(n).integers(0, 256, n, np.uint8) for n in command["sizes"]]
+    return {"items": [as_json(sender.send(array)) for array in arrays], "told": [wanted(a, "uint8") for a in arrays]}
+
+
+def surroundings(command: dict[str, Any]) -> dict[str, Any]:
+    """What this rank sees: its /dev/shm, what is in it, and what its network has sent."""
+    sent = sum(int(each.read_text()) for each in Path("/sys/class/net").glob("*/statistics/tx_bytes"))
+    left = sorted(path.name for path in Path("/dev/shm").iterdir() if path.suffix != ".lock")
+    links = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    return {"shm": shm_namespace_id(), "left": left, "sent": sent, "links": links}
+
+
 def tell_state(command: dict[str, Any]) -> dict[str, Any]:
     return state()
 
@@ -197,8 +226,8 @@ def main() -> None:
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
-    for receiver in receivers.values():
-        receiver.close()
+    for each in [*receivers.values(), *senders.values()]:
+        each.close()
     with contextlib.suppress(RuntimeError):  # after the death of a peer
         dist.destroy_process_group()
 

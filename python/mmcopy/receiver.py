@@ -166,6 +166,26 @@ class Receiver:
         flat, flat_out, form = self._flatten(items, out)
         return form(self._receive(flat, flat_out))
 
+    @overload
+    def receive_owned(self, items: Mapping[Key, TensorData], owners: Mapping[Key, int]) -> dict[Key, Any]: ...
+    @overload
+    def receive_owned(self, items: Sequence[TensorData], owners: Sequence[int]) -> list[Any]: ...
+    def receive_owned(self, items: Mapping[Any, TensorData] | Sequence[TensorData], owners: Any) -> Any:
+        """The tensors of the items that this rank owns, and None in the place of those of others.
+
+        For data-parallel ranks that share out the items of a request: ``owners``, in the form of ``items``, has the
+        owner's rank in the group. Collective like :meth:`receive` on a group, which it needs, and with its errors. Each
+        rank reads its own items. Those whose segment it cannot open, because it is on another host, come from the
+        lowest rank that can, in one message a pair of ranks over the CPU group, and go to that owner alone.
+        """
+        if self._collective is None:
+            self.release(items)
+            raise ConfigError("receive_owned needs a group: Receiver(..., group=...)")
+        # A missing owner is found on every rank alike, by the collective.
+        by_item = [owners.get(key, -1) for key in items] if isinstance(items, Mapping) else list(owners)
+        flat, _, form = self._flatten(items, None)
+        return form(self._receive(flat, None, by_item))
+
     def receive_async(
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], *, out: Any = None
     ) -> PendingReceive:
@@ -275,11 +295,11 @@ class Receiver:
         timer = self.metrics.timer(stage)
         return timer if self._nvtx_range is None else _both(timer, self._nvtx_range(f"mmcopy {stage}"))
 
-    def _receive(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
+    def _receive(self, items: list[TensorData], out: list[Any] | None, owners: list[int] | None = None) -> list[Any]:
         with self._stage(Stage.RECEIVE):
-            return self._receive_stages(items, out)
+            return self._receive_stages(items, out, owners)
 
-    def _receive_stages(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
+    def _receive_stages(self, items: list[TensorData], out: list[Any] | None, owners: list[int] | None) -> list[Any]:
         self._check_process()
         sources: list[Source] = []
         why = "released"
@@ -288,7 +308,7 @@ class Receiver:
                 self._opener.release(items)
                 raise ClosedError("the receiver is closed")
             if self._collective is not None:
-                tensors = self._collective.receive(items, out)
+                tensors = self._collective.receive(items, out, owners)
             else:
                 with self._stage(Stage.OPEN):
                     sources = self._opener.open_all(items)
@@ -308,9 +328,10 @@ class Receiver:
         finally:
             with self._stage(Stage.CLOSE):
                 self._opener.close(sources, why)
-        for item in items:
-            self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
-            self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
+        for item, tensor in zip(items, tensors, strict=True):
+            if tensor is not None:  # another rank's own
+                self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
+                self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
         return tensors
 
     def _flatten(

@@ -7,6 +7,9 @@
     ready     where bytes are to go from rank to rank: one more exchange; a rank that failed to read says so
     collect   broadcasts and gathers, on the caller's stream
 
+Where each tensor is one rank's alone (`owners`), messages over the CPU group take the place of the collectives, and
+each rank receives its own as it would without a group.
+
 Until `agree` nothing is removed and nothing is read. An error on one rank is the same error on all, and a rank with an
 error of its own still takes part in the exchange, so that nobody waits for it.
 """
@@ -20,6 +23,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from mmcopy.errors import (
+    ConfigError,
     MmcopyError,
     PeerLostError,
     ReceiveTimeoutError,
@@ -34,6 +38,7 @@ from mmcopy.tensors import ShmHandle, TensorData
 from .agreement import agree, gather_reachability
 from .digest import READY_STEP, Digest, Status, first_error, hash_items, hash_options, pack_bits, text_of
 from .group import RankGroup
+from .owned import Transfer, arrived, host_buffer, plan_transfers, read_for
 from .plan import (
     GroupPlan,
     ItemFacts,
@@ -90,6 +95,12 @@ class _Opened:
     def bits(self) -> list[bool]:
         return [n not in self.missing for n in range(len(self.items))]
 
+    @property
+    def by_item(self) -> dict[int, Source]:
+        """The sources by their items' number."""
+        here = (n for n in range(len(self.items)) if n not in self.missing)
+        return dict(zip(here, self.sources, strict=True))
+
     def starts(self, plan: GroupPlan) -> list[int]:
         """Where the sources begin in the buffer."""
         return [start for n, start in enumerate(plan.starts) if n not in self.missing]
@@ -120,9 +131,12 @@ class CollectiveReceive:
         self._metrics = metrics
         self._options_hash = hash_options(options)
 
-    def receive(self, items: Sequence[TensorData], out: Sequence[Any] | None) -> list[Any]:
-        """The tensors of every rank alike: views into one new buffer, or ``out`` filled.
+    def receive(
+        self, items: Sequence[TensorData], out: Sequence[Any] | None, owners: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Every rank's tensors alike: views into one new buffer, or ``out`` filled.
 
+        With ``owners``, a rank of the group for each item: new tensors of the items that this rank owns, and None.
         Blocks as :meth:`Receiver.receive`, and until every rank has come. The segments are removed, whatever happens.
         """
         deadline = time.monotonic() + self._timeout_s
@@ -132,7 +146,10 @@ class CollectiveReceive:
         try:
             with self._turn(deadline), self._destination.on_current_stream():
                 is_begun = True
-                tensors = self._receive(opened, out, deadline)
+                if owners is None:
+                    tensors = self._receive(opened, out, deadline)
+                else:
+                    tensors = self._receive_owned(opened, owners, deadline)
             why = "received"
             return tensors
         finally:
@@ -161,13 +178,16 @@ class CollectiveReceive:
             ItemFacts(item.data.nbytes, item.data.dtype, isinstance(item.data.payload, ShmHandle))
             for item in opened.items
         )
-        mine = self._opening(opened, facts, out)
-        digests = agree(self.group, mine, deadline)
-        if (failure := first_error(digests)) is not None:
-            raise failure from opened.error
-        reachable = gather_reachability(self.group, digests, opened.bits, deadline)
-        if reachable is not None and (n := first_unreached(reachable)) is not None:
-            self._raise_unreached(opened, n, is_denied=any(digest.is_denied for digest in digests))
+
+        def prepare() -> None:
+            if out is not None:
+                self._destination.check_out(opened.items, out)
+            likely = choose_strategy(facts, size=self.group.size, options=self.options)
+            if out is None or likely is not Strategy.EACH:
+                self._allocate(opened, facts)
+
+        mine = self._open(opened, prepare)
+        reachable = self._agree(opened, mine, deadline)
         plan = plan_group(facts, size=self.group.size, options=self.options, reachable=reachable)
         self._metrics.count(Counter.GROUP_RECEIVES, plan.label)
         if not plan.has_collectives and out is not None:
@@ -175,7 +195,12 @@ class CollectiveReceive:
         if not plan.has_collectives:
             self._read(opened, plan)
         else:
-            self._read_and_say_how(opened, plan, replace(mine, step=READY_STEP), deadline)
+
+            def read() -> None:
+                self._allocate(opened, facts)
+                self._read(opened, plan)
+
+            self._say_how(opened, replace(mine, step=READY_STEP), read, deadline)
             self._collect(opened.base, plan, deadline)
         tensors = views_into(opened.base, plan.starts, opened.items)
         if out is None:
@@ -184,24 +209,59 @@ class CollectiveReceive:
             each.copy_(tensor)
         return list(out)
 
-    def _opening(self, opened: _Opened, facts: tuple[ItemFacts, ...], out: Sequence[Any] | None) -> Digest:
-        """Open, allocate, and the digest of how it went."""
+    def _receive_owned(self, opened: _Opened, owners: Sequence[int], deadline: float) -> list[Any]:
+        rank, size = self.group.rank, self.group.size
+
+        def prepare() -> None:
+            if len(owners) != len(opened.items) or not all(owner in range(size) for owner in owners):
+                raise ConfigError(
+                    f"owners is {list(owners)}, want one rank of 0 to {size - 1} for each of {len(opened.items)} items"
+                )
+
+        mine = self._open(opened, prepare, tuple(owners))
+        reachable = self._agree(opened, mine, deadline) or ((True,) * len(owners),) * size
+        opened.remove_names()
+        transfers = plan_transfers([item.data.nbytes for item in opened.items], owners, reachable)
+        sources = opened.by_item
+        if transfers:
+            buffers: list[tuple[Transfer, Any]] = []
+
+            def fill() -> None:
+                for transfer in transfers:
+                    if rank in (transfer.source, transfer.owner):
+                        buffers.append((transfer, host_buffer(transfer.nbytes)))
+                    if rank == transfer.source:
+                        read_for(transfer, sources, buffers[-1][1])
+
+            self._say_how(opened, replace(mine, step=READY_STEP), fill, deadline)
+            self.group.transfer(
+                [(buffer, transfer.owner) for transfer, buffer in buffers if transfer.source == rank],
+                [(buffer, transfer.source) for transfer, buffer in buffers if transfer.owner == rank],
+                deadline,
+            )
+            for transfer, buffer in buffers:
+                if transfer.owner == rank:
+                    sources.update(arrived(transfer, [item.data for item in opened.items], buffer))
+        own = [n for n, owner in enumerate(owners) if owner == rank]
+        tensors = self._destination.move([sources[n] for n in own], out=None, while_copying=lambda: None)
+        by_item = dict(zip(own, tensors, strict=True))
+        return [by_item.get(n) for n in range(len(owners))]
+
+    def _open(self, opened: _Opened, prepare: Callable[[], None], *further: object) -> Digest:
+        """Open what is here, prepare, and the digest of how it went; ``further`` has to agree, too."""
+        items = [item.data for item in opened.items]
         digest = Digest(
             self.group.line.sequence,
             0,
             Status.OK,
-            len(facts),
-            sum(each.nbytes for each in facts),
-            hash_items([item.data for item in opened.items]),
+            len(items),
+            sum(item.nbytes for item in items),
+            hash_items(items, *further),
             self._options_hash,
         )
         try:
-            opened.missing = self._opener.open_reachable([item.data for item in opened.items], opened.sources)
-            if out is not None:
-                self._destination.check_out(opened.items, out)
-            likely = choose_strategy(facts, size=self.group.size, options=self.options)
-            if out is None or likely is not Strategy.EACH:
-                self._allocate(opened, facts)
+            opened.missing = self._opener.open_reachable(items, opened.sources)
+            prepare()
         except Exception as error:
             opened.error = error
             return replace(digest, status=Status.FAILED, body=text_of(error))
@@ -209,6 +269,16 @@ class CollectiveReceive:
             return digest
         is_denied = any(isinstance(error, SegmentPermissionError) for error in opened.missing.values())
         return replace(digest, status=Status.PARTIAL, is_denied=is_denied, body=pack_bits(opened.bits, 0))
+
+    def _agree(self, opened: _Opened, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
+        """Who reaches what; None: everybody everything. Raises what is wrong on any rank."""
+        digests = agree(self.group, mine, deadline)
+        if (failure := first_error(digests)) is not None:
+            raise failure from opened.error
+        reachable = gather_reachability(self.group, digests, opened.bits, deadline)
+        if reachable is not None and (n := first_unreached(reachable)) is not None:
+            self._raise_unreached(opened, n, is_denied=any(digest.is_denied for digest in digests))
+        return reachable
 
     def _allocate(self, opened: _Opened, facts: tuple[ItemFacts, ...]) -> None:
         if opened.base is None:
@@ -222,17 +292,14 @@ class CollectiveReceive:
             )
         opened.remove_names()  # of those that others read
 
-    def _read_and_say_how(self, opened: _Opened, plan: GroupPlan, ready: Digest, deadline: float) -> None:
+    def _say_how(self, opened: _Opened, ready: Digest, read: Callable[[], None], deadline: float) -> None:
+        """Read for the others, and wait until all have; one rank's failure is that of all."""
         try:
-            if opened.base is None:
-                facts = tuple(ItemFacts(item.data.nbytes, item.data.dtype, False) for item in opened.items)
-                self._allocate(opened, facts)
-            self._read(opened, plan)
+            read()
+            ready = replace(ready, status=Status.OK, body=b"")
         except Exception as error:
             opened.error = error
             ready = replace(ready, status=Status.FAILED, body=text_of(error))
-        else:
-            ready = replace(ready, status=Status.OK, body=b"")
         if (failure := first_error(agree(self.group, ready, deadline))) is not None:
             raise failure from opened.error
 
