@@ -44,7 +44,11 @@ from .errors import (
     MissingDependencyError,
     MmcopyError,
     NoSpaceError,
+    ParallelMismatchError,
     PayloadError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
     ReceiveTimeoutError,
     RepeatedHandleError,
     SegmentExistsError,
@@ -59,6 +63,7 @@ from .errors import (
     WorkerUnreachableError,
 )
 from .metrics import Counter, Metrics
+from .parallel import ParallelOptions, Strategy
 from .receiver import Receiver
 from .sender import Sender
 from .tensors import DTYPES, Inline, ShmHandle, TensorData
@@ -87,7 +92,12 @@ __all__ = [
     "MissingDependencyError",
     "MmcopyError",
     "NoSpaceError",
+    "ParallelMismatchError",
+    "ParallelOptions",
     "PayloadError",
+    "PeerFailedError",
+    "PeerLostError",
+    "PeerTimeoutError",
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
@@ -105,6 +115,7 @@ __all__ = [
     "SegmentSizeError",
     "Sender",
     "ShmHandle",
+    "Strategy",
     "TensorData",
     "TransportConfig",
     "TransportMode",

@@ -6,7 +6,6 @@ Everything is given its device index; no other device is touched.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import pathlib
@@ -20,10 +19,11 @@ import numpy as np
 from . import _native
 from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
 from .metrics import Metrics
-from .pipeline import Pipeline
-from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, plan_scattered
+from .packed import views_into
+from .pipeline import Filling, Pipeline
+from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, plan_scattered, plan_window
 from .ring import Slot, StagingRing
-from .sources import ByteArray, Source
+from .sources import ByteArray, Described, Source
 
 if TYPE_CHECKING:
     import torch
@@ -138,21 +138,45 @@ class CudaDestination:
                 tensors, addresses = self._allocate(plan.dest_nbytes, plan.starts, sources)
             else:
                 tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
-            caller = torch.cuda.current_stream(self._index).cuda_stream
-            # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
-            # still be read there.
-            self._copy_stream.wait_for(caller)
-            try:
-                filling.send(addresses, while_copying=while_copying)
-            except self._runtime.CUDARuntimeError as error:
-                raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
-            finally:
-                # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
-                # from being handed out while a copy still writes to it.
-                self._copy_stream.release(caller)
+            self._send(filling, addresses, while_copying=while_copying)
         return tensors
 
-    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None:
+    def allocate_packed(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the device, for :meth:`read_window`. Raises :class:`DeviceMemoryError`."""
+        try:
+            base: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+            return base
+        except self._torch.cuda.OutOfMemoryError as error:
+            raise self._no_room(nbytes, "a packed buffer") from error
+
+    def read_window(
+        self,
+        sources: Sequence[Source],
+        starts: Sequence[int],
+        base: torch.Tensor,
+        window: tuple[int, int],
+        *,
+        while_copying: Callable[[], None],
+    ) -> None:
+        """Fill bytes ``window[0]`` to ``window[1]`` of ``base`` with what the sources, which begin at ``starts`` in it,
+        have there. Blocks and orders streams as :meth:`move`; what lies between the sources gets anything."""
+        sizes = tuple(source.data.nbytes for source in sources)
+        total = window[1] - window[0]
+        chunk_bytes = chunk_bytes_for(total, num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
+        if total > chunk_bytes:
+            self._pool.rouse(-(-total // chunk_bytes) - 1)
+        plan = plan_window(sizes, tuple(starts), window=window, chunk_bytes=chunk_bytes)
+        if not plan.num_chunks:
+            while_copying()
+            return
+        deadline = time.monotonic() + self._timeout_s
+        with (
+            self._torch.cuda.device(self._index),
+            self._pipeline.begin(plan, sources, deadline=deadline) as filling,
+        ):
+            self._send(filling, [base.data_ptr()], while_copying=while_copying)
+
+    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None:
         """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
         for n, (source, tensor) in enumerate(zip(sources, out, strict=True)):
             data = source.data
@@ -183,6 +207,21 @@ class CudaDestination:
         with self._torch.cuda.device(self._index), self._torch.cuda.stream(stream):
             yield
 
+    def _send(self, filling: Filling, addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
+        """Queue the copies between what is on the caller's current stream and what comes there next."""
+        caller = self._torch.cuda.current_stream(self._index).cuda_stream
+        # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
+        # still be read there.
+        self._copy_stream.wait_for(caller)
+        try:
+            filling.send(addresses, while_copying=while_copying)
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
+        finally:
+            # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
+            # from being handed out while a copy still writes to it.
+            self._copy_stream.release(caller)
+
     def _allocate(
         self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
     ) -> tuple[list[torch.Tensor], list[int]]:
@@ -196,27 +235,14 @@ class CudaDestination:
                 return [tensor], [tensor.data_ptr()]
             base = torch.empty(whole, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self._index)
-            raise DeviceMemoryError(
-                f"cuda:{self._index} has no room for {len(sources)} tensors: "
-                f"wanted {dest_nbytes} bytes, {free} of {total} free"
-            ) from error
-        typed: dict[str, Any] = {}
-        tensors = []
-        for start, source in zip(starts, sources, strict=True):
-            data = source.data
-            if data.dtype not in typed:
-                typed[data.dtype] = base.view(getattr(torch, data.dtype))
-            view = typed[data.dtype]
-            tensors.append(view.as_strided(data.shape, _strides(data.shape), start // view.element_size()))
-        return tensors, [base.data_ptr()]
+            raise self._no_room(dest_nbytes, f"{len(sources)} tensors") from error
+        return views_into(base, starts, sources), [base.data_ptr()]
 
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Strides of a C-contiguous tensor, in elements; torch's own rule for empty dimensions."""
-    return [*itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), lambda a, b: a * b, initial=1)][::-1][
-        : len(shape)
-    ]
+    def _no_room(self, nbytes: int, what: str) -> DeviceMemoryError:
+        free, total = self._torch.cuda.mem_get_info(self._index)
+        return DeviceMemoryError(
+            f"cuda:{self._index} has no room for {what}: wanted {nbytes} bytes, {free} of {total} free"
+        )
 
 
 def _require(device_index: int) -> tuple[Any, Any]:

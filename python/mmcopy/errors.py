@@ -25,7 +25,11 @@ __all__ = [
     "MissingDependencyError",
     "MmcopyError",
     "NoSpaceError",
+    "ParallelMismatchError",
     "PayloadError",
+    "PeerFailedError",
+    "PeerLostError",
+    "PeerTimeoutError",
     "ReceiveTimeoutError",
     "RepeatedHandleError",
     "SegmentExistsError",
@@ -103,6 +107,22 @@ class RepeatedHandleError(MmcopyError, ValueError):
 
 class ReceiveTimeoutError(MmcopyError, TimeoutError):
     """A receive, or a copy that is part of one, did not finish within its limit."""
+
+
+class ParallelMismatchError(MmcopyError, ValueError):
+    """The ranks of a group were given different items, another order or other options; raised on every rank alike."""
+
+
+class PeerTimeoutError(ReceiveTimeoutError):
+    """A rank of the group did not take part in a receive within the limit, or had given it up when this one came."""
+
+
+class PeerLostError(MmcopyError, ConnectionError):
+    """A rank of the group is gone, or a collective failed: the process groups have to be made anew."""
+
+
+class PeerFailedError(MmcopyError, RuntimeError):
+    """A receive failed on another rank of the group, with an error that is none of mmcopy's own."""
 
 
 class SegmentNameError(MmcopyError, ValueError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
-from .sources import ByteArray, Source
+from .sources import ByteArray, Described, Source
 from .tensors import TensorData
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _HostDestination:
             source.read_into(self.flat(array), num_threads=self._num_threads)
         return arrays
 
-    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None:
+    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None:
         """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
         for n, (source, array) in enumerate(zip(sources, out, strict=True)):
             problem = self.problem(source.data, array)
@@ -75,7 +75,7 @@ class NumpyDestination(_HostDestination):
         try:
             return np.empty(data.shape, self._dtype(data.dtype))
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
-            raise _no_room(data) from error
+            raise _no_room(f"{data.dtype} {list(data.shape)}", data.nbytes) from error
 
     def flat(self, array: np.ndarray[Any, Any]) -> ByteArray:
         return array.reshape(-1).view(np.uint8)
@@ -113,12 +113,37 @@ class TorchDestination(_HostDestination):
         try:
             return self._torch.empty(data.shape, dtype=getattr(self._torch, data.dtype))
         except RuntimeError as error:  # torch's word for a failed host allocation
-            raise _no_room(data) from error
+            raise _no_room(f"{data.dtype} {list(data.shape)}", data.nbytes) from error
 
     def flat(self, array: torch.Tensor) -> ByteArray:
         # Shares the tensor's memory: it is contiguous.
         flat: ByteArray = array.detach().reshape(-1).view(self._torch.uint8).numpy()
         return flat
+
+    def allocate_packed(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor, for :meth:`read_window`. Raises :class:`DeviceMemoryError`."""
+        try:
+            return self._torch.empty(nbytes, dtype=self._torch.uint8)
+        except RuntimeError as error:
+            raise _no_room("a packed buffer", nbytes) from error
+
+    def read_window(
+        self,
+        sources: Sequence[Source],
+        starts: Sequence[int],
+        base: torch.Tensor,
+        window: tuple[int, int],
+        *,
+        while_copying: Callable[[], None],
+    ) -> None:
+        """Fill bytes ``window[0]`` to ``window[1]`` of ``base`` with what the sources, which begin at ``starts`` in it,
+        have there. Blocks until all is there; what lies between the sources stays as it is."""
+        flat = self.flat(base)
+        while_copying()
+        for source, start in zip(sources, starts, strict=True):
+            first, last = max(start, window[0]), min(start + source.data.nbytes, window[1])
+            if first < last:
+                source.read_into(flat[first:last], start=first - start, num_threads=self._num_threads)
 
     def problem(self, data: TensorData, array: object) -> str:
         torch = self._torch
@@ -129,5 +154,5 @@ class TorchDestination(_HostDestination):
         return "" if array.is_contiguous() else "not contiguous"
 
 
-def _no_room(data: TensorData) -> DeviceMemoryError:
-    return DeviceMemoryError(f"the host has no room for {data.dtype} {list(data.shape)}: wanted {data.nbytes} bytes")
+def _no_room(what: str, nbytes: int) -> DeviceMemoryError:
+    return DeviceMemoryError(f"the host has no room for {what}: wanted {nbytes} bytes")

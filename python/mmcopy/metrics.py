@@ -40,6 +40,8 @@ class Counter(enum.StrEnum):
     """By exception class: segments that were ours to remove and could not be."""
     SLOT_WAITS = "slot_waits"
     """By device: how often the copy threads had to wait because every staging slot still had a copy to do."""
+    GROUP_RECEIVES = "group_receives"
+    """By strategy: receives on a group of ranks; mixed where some tensors had to come from another host."""
 
 
 class Stage(enum.StrEnum):

@@ -12,7 +12,16 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ALIGN_BYTES", "Piece", "ReceivePlan", "Transfer", "chunk_bytes_for", "plan_packed", "plan_scattered"]
+__all__ = [
+    "ALIGN_BYTES",
+    "Piece",
+    "ReceivePlan",
+    "Transfer",
+    "chunk_bytes_for",
+    "plan_packed",
+    "plan_scattered",
+    "plan_window",
+]
 
 ALIGN_BYTES = 256
 """Where tensors begin in a destination they share: CUDA's own allocations are aligned so, and kernels rely on it."""
@@ -110,3 +119,28 @@ def plan_scattered(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
             done += run
             used += run
     return ReceivePlan((0,) * len(sizes), 0, tuple(pieces), tuple(map(tuple, transfers)))
+
+
+@functools.lru_cache(maxsize=32)
+def plan_window(
+    sizes: tuple[int, ...], starts: tuple[int, ...], *, window: tuple[int, int], chunk_bytes: int
+) -> ReceivePlan:
+    """The bytes from ``window[0]`` to ``window[1]`` of a packed destination, in which tensor ``n`` begins at
+    ``starts[n]``; each chunk is one transfer. What lies between the tensors is left as it is, or gets anything."""
+    first, last = window
+    pieces: list[Piece] = []
+    transfers: list[tuple[Transfer, ...]] = []
+    chunk_start = -1  # the destination's offset that the current chunk begins at; in steps of chunk_bytes from `first`
+    for source in sorted(range(len(sizes)), key=starts.__getitem__):
+        at = max(starts[source], first)
+        stop = min(starts[source] + sizes[source], last)
+        while at < stop:
+            slot_start = (at - first) % chunk_bytes
+            if at - slot_start != chunk_start:
+                chunk_start = at - slot_start
+                transfers.append(())
+            run = min(stop - at, chunk_bytes - slot_start)
+            pieces.append(Piece(len(transfers) - 1, source, at - starts[source], slot_start, run))
+            transfers[-1] = (Transfer(0, chunk_start, 0, slot_start + run),)
+            at += run
+    return ReceivePlan(starts, last, tuple(pieces), tuple(transfers))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
 
 from .config import default_num_threads, parse_count, parse_seconds
 from .errors import (
@@ -23,9 +23,13 @@ from .errors import (
 )
 from .host import NumpyDestination, TorchDestination
 from .metrics import Counter, Metrics, Stage
+from .parallel import ParallelOptions
 from .pending import PendingReceive
 from .sources import Source, SourceOpener
 from .tensors import ShmHandle, TensorData
+
+if TYPE_CHECKING:
+    from .parallel.collective import CollectiveReceive, PackedDestination
 
 __all__ = ["ACCEPT_PREFIXES", "Receiver"]
 
@@ -61,7 +65,14 @@ class Receiver:
 
     ``metrics`` counts, and measures the stages when it was made with ``timings``; ``nvtx`` marks them for a profiler.
 
-    Methods may be called from several threads. After ``fork`` the child's copy refuses to work.
+    ``group``: a process group of ``torch.distributed`` whose ranks receive together (NCCL for CUDA, gloo for the CPU),
+    with ``cpu_group``, a gloo group of the same ranks in the same order, to agree on (None: ``group`` itself, when it
+    moves host memory). Every rank makes its receiver so, and every receive is collective then: the same items in the
+    same order on every rank, and every rank gets all tensors. Who reads what is decided by ``parallel``; see
+    :class:`ParallelOptions`. Collectives run on the stream that is current in the call.
+
+    Methods may be called from several threads; on a group the order of calls must be the same on every rank. After
+    ``fork`` the child's copy refuses to work.
     """
 
     def __init__(
@@ -77,6 +88,9 @@ class Receiver:
         timeout_s: float = 60.0,
         metrics: Metrics | None = None,
         nvtx: bool = False,
+        group: Any = None,
+        cpu_group: Any = None,
+        parallel: ParallelOptions | None = None,
     ) -> None:
         self.device = str(device)
         self.shm_dir = os.fspath(shm_dir)
@@ -114,6 +128,9 @@ class Receiver:
             self._destination = TorchDestination(num_threads=threads)
         else:
             self._destination = NumpyDestination(num_threads=threads)
+        self._collective = None if group is None else self._join(group, cpu_group, framework, parallel)
+        if group is None and (cpu_group is not None or parallel is not None):
+            raise ConfigError("cpu_group and parallel are for a receiver on a group: give group, too")
 
     @overload
     def receive(self, items: TensorData, *, out: Any = None) -> Any: ...
@@ -137,19 +154,52 @@ class Receiver:
         :class:`DeviceError` (an ``out`` of the wrong kind: none is written to), :class:`ReceiveTimeoutError`,
         :class:`ClosedError`; MemoryError when the host has no room. After an error in the middle of a receive ``out``
         holds anything.
+
+        On a group it also blocks until every rank has come, ``timeout_s`` at most, and an error is the same on every
+        rank, the lowest failing rank's: also :class:`ParallelMismatchError`, :class:`PeerTimeoutError` (that receive
+        failed, the next may work), :class:`PeerLostError` (a rank is gone: make new groups and a new receiver) and
+        :class:`PeerFailedError`. Two cases are one rank's alone: a segment that a peer cut short while all ranks read
+        it for themselves, and a rank that comes when the others have given up and needs nothing of them. On the CPU,
+        too, the tensors are views into one allocation. A segment that only some ranks can open, on another host or in
+        another container, is read by one of those and broadcast.
         """
         flat, flat_out, form = self._flatten(items, out)
         return form(self._receive(flat, flat_out))
+
+    @overload
+    def receive_owned(self, items: Mapping[Key, TensorData], owners: Mapping[Key, int]) -> dict[Key, Any]: ...
+    @overload
+    def receive_owned(self, items: Sequence[TensorData], owners: Sequence[int]) -> list[Any]: ...
+    def receive_owned(self, items: Mapping[Any, TensorData] | Sequence[TensorData], owners: Any) -> Any:
+        """The tensors of the items that this rank owns, and None in the place of those of others.
+
+        For data-parallel ranks that share out the items of a request: ``owners``, in the form of ``items``, has the
+        owner's rank in the group. Collective like :meth:`receive` on a group, which it needs, and with its errors. Each
+        rank reads its own items. Those whose segment it cannot open, because it is on another host, come from the
+        lowest rank that can, in one message a pair of ranks over the CPU group, and go to that owner alone.
+        """
+        if self._collective is None:
+            self.release(items)
+            raise ConfigError("receive_owned needs a group: Receiver(..., group=...)")
+        # A missing owner is found on every rank alike, by the collective.
+        by_item = [owners.get(key, -1) for key in items] if isinstance(items, Mapping) else list(owners)
+        flat, _, form = self._flatten(items, None)
+        return form(self._receive(flat, None, by_item))
 
     def receive_async(
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], *, out: Any = None
     ) -> PendingReceive:
         """:meth:`receive` on a thread of this receiver (two at a time); returns at once.
 
-        The result can be waited for or awaited. Its tensors are safe on the stream that is current now.
+        The result can be waited for or awaited. Its tensors are safe on the stream that is current now. Not on a group
+        (:class:`ConfigError`, and the segments are removed): there every rank has to make its collectives in the order
+        of the calls, and beside the caller's own, which a thread cannot promise.
         """
         self._check_process()  # its threads are not in a forked child: nothing would ever run there
         flat, flat_out, form = self._flatten(items, out)
+        if self._collective is not None:
+            self._opener.release(flat)
+            raise ConfigError("receive_async is not there on a group of ranks: call receive, in the same order on all")
         stream = self._destination.on_current_stream()
 
         def run() -> Any:
@@ -207,6 +257,21 @@ class Receiver:
     ) -> None:
         self.close()
 
+    def _join(self, group: Any, cpu_group: Any, framework: str, options: ParallelOptions | None) -> CollectiveReceive:
+        from .parallel.collective import CollectiveReceive
+        from .parallel.group import RankGroup
+
+        if framework != "torch":
+            raise ConfigError(f"a group gives torch tensors, framework is {framework!r}")
+        return CollectiveReceive(
+            RankGroup(group, cpu_group, device_type=self.device.partition(":")[0]),
+            options or ParallelOptions(),
+            opener=self._opener,
+            destination=cast("PackedDestination", self._destination),
+            timeout_s=self._timeout_s,
+            metrics=self.metrics,
+        )
+
     def _finish(self, threads: ThreadPoolExecutor) -> None:
         """Wait for the asynchronous receives, and end their threads."""
         deadline = time.monotonic() + self._timeout_s
@@ -230,11 +295,11 @@ class Receiver:
         timer = self.metrics.timer(stage)
         return timer if self._nvtx_range is None else _both(timer, self._nvtx_range(f"mmcopy {stage}"))
 
-    def _receive(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
+    def _receive(self, items: list[TensorData], out: list[Any] | None, owners: list[int] | None = None) -> list[Any]:
         with self._stage(Stage.RECEIVE):
-            return self._receive_stages(items, out)
+            return self._receive_stages(items, out, owners)
 
-    def _receive_stages(self, items: list[TensorData], out: list[Any] | None) -> list[Any]:
+    def _receive_stages(self, items: list[TensorData], out: list[Any] | None, owners: list[int] | None) -> list[Any]:
         self._check_process()
         sources: list[Source] = []
         why = "released"
@@ -242,17 +307,20 @@ class Receiver:
             if self._closed:
                 self._opener.release(items)
                 raise ClosedError("the receiver is closed")
-            with self._stage(Stage.OPEN):
-                sources = self._opener.open_all(items)
-            if out is not None:
-                self._destination.check_out(sources, out)
+            if self._collective is not None:
+                tensors = self._collective.receive(items, out, owners)
+            else:
+                with self._stage(Stage.OPEN):
+                    sources = self._opener.open_all(items)
+                if out is not None:
+                    self._destination.check_out(sources, out)
 
-            def while_copying() -> None:
-                for source in sources:
-                    source.remove("received")
+                def while_copying() -> None:
+                    for source in sources:
+                        source.remove("received")
 
-            with self._stage(Stage.MOVE):
-                tensors = self._destination.move(sources, out=out, while_copying=while_copying)
+                with self._stage(Stage.MOVE):
+                    tensors = self._destination.move(sources, out=out, while_copying=while_copying)
             why = "received"
         except (MmcopyError, MemoryError) as error:
             self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
@@ -260,9 +328,10 @@ class Receiver:
         finally:
             with self._stage(Stage.CLOSE):
                 self._opener.close(sources, why)
-        for item in items:
-            self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
-            self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
+        for item, tensor in zip(items, tensors, strict=True):
+            if tensor is not None:  # another rank's own
+                self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
+                self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
         return tensors
 
     def _flatten(

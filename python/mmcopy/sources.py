@@ -13,11 +13,17 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from . import _native
-from .errors import MmcopyError, RepeatedHandleError, SegmentNameError
+from .errors import (
+    MmcopyError,
+    RepeatedHandleError,
+    SegmentNameError,
+    SegmentNotFoundError,
+    SegmentPermissionError,
+)
 from .metrics import Counter, Metrics
 from .tensors import Inline, ShmHandle, TensorData
 
-__all__ = ["ByteArray", "InlineSource", "SegmentSource", "Source", "SourceOpener"]
+__all__ = ["ByteArray", "Described", "InlineSource", "SegmentSource", "Source", "SourceOpener"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +34,13 @@ _REAP_BYTES = 1 << 20
 
 _REAP_BACKLOG = 8
 """Segments that may wait to be freed. Beyond, the receiver frees by itself, so that shared memory cannot fill up."""
+
+
+class Described(Protocol):
+    """Anything that says which tensor it is about."""
+
+    @property
+    def data(self) -> TensorData: ...
 
 
 class Source(Protocol):
@@ -41,8 +54,8 @@ class Source(Protocol):
     def native(self) -> _native.Segment | memoryview:
         """What the copy threads read."""
 
-    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
-        """Fill ``dst`` with all of the tensor's bytes. Blocks."""
+    def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
+        """Fill ``dst`` with the tensor's bytes from ``start`` on. Blocks."""
 
     def remove(self, why: str) -> None:
         """A segment's name goes, and is counted under ``why``; what is open stays readable. Once; never raises."""
@@ -56,8 +69,8 @@ class InlineSource:
         self.native = memoryview(payload.data).cast("B")
         self.offset = 0
 
-    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
-        _native.copy_into(self.native, dst, num_threads=num_threads)
+    def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
+        _native.copy_into(self.native[start : start + len(dst)], dst, num_threads=num_threads)
 
     def remove(self, why: str) -> None:
         pass
@@ -73,8 +86,8 @@ class SegmentSource:
         self._metrics = metrics
         self._removed = False
 
-    def read_into(self, dst: ByteArray, *, num_threads: int) -> None:
-        self.native.read_into(dst, self.offset, num_threads=num_threads)
+    def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
+        self.native.read_into(dst, self.offset + start, num_threads=num_threads)
 
     def remove(self, why: str) -> None:
         if not self._removed:
@@ -114,22 +127,27 @@ class SourceOpener:
         names: set[str] = set()
         try:
             for item in items:
-                if isinstance(item.payload, Inline):
-                    sources.append(InlineSource(item, item.payload))
-                    continue
-                handle = item.payload
-                segment = self._open(handle)
-                if segment.name in names:
-                    segment.close()
-                    raise RepeatedHandleError(f"segment {segment.name!r} is named twice in one request")
-                names.add(segment.name)
-                sources.append(SegmentSource(item, handle, segment, self._metrics))
-                segment.check(handle.offset, handle.nbytes)
+                self._open_one(item, sources, names)
         except BaseException:
             self.close(sources, "released")
             self.release(items[len(sources) :])
             raise
         return sources
+
+    def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]:
+        """Open what there is here, and remove nothing, not on an error either: others may still want to open it.
+
+        Adds the sources to ``opened``, in order, and returns the index and the error of each item whose segment is not
+        here or may not be opened. Any other error is raised; what is in ``opened`` then is the caller's to close.
+        """
+        missing: dict[int, MmcopyError] = {}
+        names: set[str] = set()
+        for n, item in enumerate(items):
+            try:
+                self._open_one(item, opened, names)
+            except (SegmentNotFoundError, SegmentPermissionError) as error:
+                missing[n] = error
+        return missing
 
     def close(self, sources: Sequence[Source], why: str) -> None:
         """Remove what is not removed yet, and let go of all. The pages of large segments are freed on another thread,
@@ -164,6 +182,19 @@ class SourceOpener:
     def join(self, timeout_s: float) -> bool:
         """Wait until all that was closed is freed; False when the limit comes first."""
         return self._reaper.join(timeout_s)
+
+    def _open_one(self, item: TensorData, sources: list[Source], names: set[str]) -> None:
+        handle = item.payload
+        if isinstance(handle, Inline):
+            sources.append(InlineSource(item, handle))
+            return
+        segment = self._open(handle)
+        if segment.name in names:
+            segment.close()
+            raise RepeatedHandleError(f"segment {segment.name!r} is named twice in one request")
+        names.add(segment.name)
+        sources.append(SegmentSource(item, handle, segment, self._metrics))
+        segment.check(handle.offset, handle.nbytes)
 
     def _open(self, handle: ShmHandle) -> _native.Segment:
         name = _native.validate_segment_name(handle.name)

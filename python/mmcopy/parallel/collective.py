@@ -1,0 +1,320 @@
+"""One receive on a group of ranks, from opening to tensors.
+
+    open      each rank opens what it can reach, and allocates
+    agree     one exchange: the same items everywhere? who reaches what? did anything fail?
+    remove    names go: everybody who will read has opened
+    read      each rank its windows of the packed buffer (plan.py)
+    ready     where bytes are to go from rank to rank: one more exchange; a rank that failed to read says so
+    collect   broadcasts and gathers, on the caller's stream
+
+Where each tensor is one rank's alone (`owners`), messages over the CPU group take the place of the collectives, and
+each rank receives its own as it would without a group.
+
+Until `agree` nothing is removed and nothing is read. An error on one rank is the same error on all, and a rank with an
+error of its own still takes part in the exchange, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from mmcopy.errors import (
+    ConfigError,
+    MmcopyError,
+    PeerLostError,
+    ReceiveTimeoutError,
+    SegmentNotFoundError,
+    SegmentPermissionError,
+)
+from mmcopy.metrics import Counter, Metrics
+from mmcopy.packed import views_into
+from mmcopy.sources import Described, Source, SourceOpener
+from mmcopy.tensors import ShmHandle, TensorData
+
+from .agreement import agree, gather_reachability
+from .digest import READY_STEP, Digest, Status, first_error, hash_items, hash_options, pack_bits, text_of
+from .group import RankGroup
+from .owned import Transfer, arrived, host_buffer, plan_transfers, read_for
+from .plan import (
+    GroupPlan,
+    ItemFacts,
+    ParallelOptions,
+    Strategy,
+    capacity_bytes,
+    choose_strategy,
+    first_unreached,
+    plan_group,
+)
+
+__all__ = ["CollectiveReceive", "PackedDestination"]
+
+
+class PackedDestination(Protocol):
+    """A destination that can also fill parts of one packed buffer of bytes."""
+
+    def move(
+        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
+    ) -> list[Any]: ...
+
+    def allocate_packed(self, nbytes: int) -> Any: ...
+
+    def read_window(
+        self,
+        sources: Sequence[Source],
+        starts: Sequence[int],
+        base: Any,
+        window: tuple[int, int],
+        *,
+        while_copying: Callable[[], None],
+    ) -> None: ...
+
+    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None: ...
+
+    def on_current_stream(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class _Item(NamedTuple):
+    data: TensorData
+
+
+class _Opened:
+    """What one rank has of a receive: a source for each item that it reaches, and its buffer."""
+
+    def __init__(self, items: Sequence[TensorData]) -> None:
+        self.items = [_Item(item) for item in items]
+        self.sources: list[Source] = []
+        self.missing: dict[int, MmcopyError] = {}
+        self.base: Any = None
+        self.error: Exception | None = None
+
+    @property
+    def bits(self) -> list[bool]:
+        return [n not in self.missing for n in range(len(self.items))]
+
+    @property
+    def by_item(self) -> dict[int, Source]:
+        """The sources by their items' number."""
+        here = (n for n in range(len(self.items)) if n not in self.missing)
+        return dict(zip(here, self.sources, strict=True))
+
+    def starts(self, plan: GroupPlan) -> list[int]:
+        """Where the sources begin in the buffer."""
+        return [start for n, start in enumerate(plan.starts) if n not in self.missing]
+
+    def remove_names(self) -> None:
+        for source in self.sources:
+            source.remove("received")
+
+
+class CollectiveReceive:
+    """The receives of one group, one after the other. The same calls, in the same order, are made on every rank."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        options: ParallelOptions,
+        *,
+        opener: SourceOpener,
+        destination: PackedDestination,
+        timeout_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self.group = group
+        self.options = options
+        self._opener = opener
+        self._destination = destination
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._options_hash = hash_options(options)
+
+    def receive(
+        self, items: Sequence[TensorData], out: Sequence[Any] | None, owners: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Every rank's tensors alike: views into one new buffer, or ``out`` filled.
+
+        With ``owners``, a rank of the group for each item: new tensors of the items that this rank owns, and None.
+        Blocks as :meth:`Receiver.receive`, and until every rank has come. The segments are removed, whatever happens.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        opened = _Opened(items)
+        why = "released"
+        is_begun = False
+        try:
+            with self._turn(deadline), self._destination.on_current_stream():
+                is_begun = True
+                if owners is None:
+                    tensors = self._receive(opened, out, deadline)
+                else:
+                    tensors = self._receive_owned(opened, owners, deadline)
+            why = "received"
+            return tensors
+        finally:
+            self._opener.close(opened.sources, why)
+            if not is_begun:
+                self._opener.release(items)
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Any:
+        line = self.group.line
+        if not line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise ReceiveTimeoutError("another thread's receive on the same group did not end in time")
+        try:
+            if self.group.lost:
+                raise PeerLostError(
+                    f"rank {self.group.rank} of {self.group.size}: the group was lost before: {self.group.lost}; "
+                    "make new process groups and a new receiver"
+                )
+            line.sequence += 1
+            yield
+        finally:
+            line.order.release()
+
+    def _receive(self, opened: _Opened, out: Sequence[Any] | None, deadline: float) -> list[Any]:
+        facts = tuple(
+            ItemFacts(item.data.nbytes, item.data.dtype, isinstance(item.data.payload, ShmHandle))
+            for item in opened.items
+        )
+
+        def prepare() -> None:
+            if out is not None:
+                self._destination.check_out(opened.items, out)
+            likely = choose_strategy(facts, size=self.group.size, options=self.options)
+            if out is None or likely is not Strategy.EACH:
+                self._allocate(opened, facts)
+
+        mine = self._open(opened, prepare)
+        reachable = self._agree(opened, mine, deadline)
+        plan = plan_group(facts, size=self.group.size, options=self.options, reachable=reachable)
+        self._metrics.count(Counter.GROUP_RECEIVES, plan.label)
+        if not plan.has_collectives and out is not None:
+            return self._destination.move(opened.sources, out=out, while_copying=opened.remove_names)
+        if not plan.has_collectives:
+            self._read(opened, plan)
+        else:
+
+            def read() -> None:
+                self._allocate(opened, facts)
+                self._read(opened, plan)
+
+            self._say_how(opened, replace(mine, step=READY_STEP), read, deadline)
+            self._collect(opened.base, plan, deadline)
+        tensors = views_into(opened.base, plan.starts, opened.items)
+        if out is None:
+            return tensors
+        for each, tensor in zip(out, tensors, strict=True):
+            each.copy_(tensor)
+        return list(out)
+
+    def _receive_owned(self, opened: _Opened, owners: Sequence[int], deadline: float) -> list[Any]:
+        rank, size = self.group.rank, self.group.size
+
+        def prepare() -> None:
+            if len(owners) != len(opened.items) or not all(owner in range(size) for owner in owners):
+                raise ConfigError(
+                    f"owners is {list(owners)}, want one rank of 0 to {size - 1} for each of {len(opened.items)} items"
+                )
+
+        mine = self._open(opened, prepare, tuple(owners))
+        reachable = self._agree(opened, mine, deadline) or ((True,) * len(owners),) * size
+        opened.remove_names()
+        transfers = plan_transfers([item.data.nbytes for item in opened.items], owners, reachable)
+        sources = opened.by_item
+        if transfers:
+            buffers: list[tuple[Transfer, Any]] = []
+
+            def fill() -> None:
+                for transfer in transfers:
+                    if rank in (transfer.source, transfer.owner):
+                        buffers.append((transfer, host_buffer(transfer.nbytes)))
+                    if rank == transfer.source:
+                        read_for(transfer, sources, buffers[-1][1])
+
+            self._say_how(opened, replace(mine, step=READY_STEP), fill, deadline)
+            self.group.transfer(
+                [(buffer, transfer.owner) for transfer, buffer in buffers if transfer.source == rank],
+                [(buffer, transfer.source) for transfer, buffer in buffers if transfer.owner == rank],
+                deadline,
+            )
+            for transfer, buffer in buffers:
+                if transfer.owner == rank:
+                    sources.update(arrived(transfer, [item.data for item in opened.items], buffer))
+        own = [n for n, owner in enumerate(owners) if owner == rank]
+        tensors = self._destination.move([sources[n] for n in own], out=None, while_copying=lambda: None)
+        by_item = dict(zip(own, tensors, strict=True))
+        return [by_item.get(n) for n in range(len(owners))]
+
+    def _open(self, opened: _Opened, prepare: Callable[[], None], *further: object) -> Digest:
+        """Open what is here, prepare, and the digest of how it went; ``further`` has to agree, too."""
+        items = [item.data for item in opened.items]
+        digest = Digest(
+            self.group.line.sequence,
+            0,
+            Status.OK,
+            len(items),
+            sum(item.nbytes for item in items),
+            hash_items(items, *further),
+            self._options_hash,
+        )
+        try:
+            opened.missing = self._opener.open_reachable(items, opened.sources)
+            prepare()
+        except Exception as error:
+            opened.error = error
+            return replace(digest, status=Status.FAILED, body=text_of(error))
+        if not opened.missing:
+            return digest
+        is_denied = any(isinstance(error, SegmentPermissionError) for error in opened.missing.values())
+        return replace(digest, status=Status.PARTIAL, is_denied=is_denied, body=pack_bits(opened.bits, 0))
+
+    def _agree(self, opened: _Opened, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
+        """Who reaches what; None: everybody everything. Raises what is wrong on any rank."""
+        digests = agree(self.group, mine, deadline)
+        if (failure := first_error(digests)) is not None:
+            raise failure from opened.error
+        reachable = gather_reachability(self.group, digests, opened.bits, deadline)
+        if reachable is not None and (n := first_unreached(reachable)) is not None:
+            self._raise_unreached(opened, n, is_denied=any(digest.is_denied for digest in digests))
+        return reachable
+
+    def _allocate(self, opened: _Opened, facts: tuple[ItemFacts, ...]) -> None:
+        if opened.base is None:
+            opened.base = self._destination.allocate_packed(capacity_bytes(facts, size=self.group.size))
+
+    def _read(self, opened: _Opened, plan: GroupPlan) -> None:
+        starts = opened.starts(plan)
+        for window in plan.windows(self.group.rank):
+            self._destination.read_window(
+                opened.sources, starts, opened.base, window, while_copying=opened.remove_names
+            )
+        opened.remove_names()  # of those that others read
+
+    def _say_how(self, opened: _Opened, ready: Digest, read: Callable[[], None], deadline: float) -> None:
+        """Read for the others, and wait until all have; one rank's failure is that of all."""
+        try:
+            read()
+            ready = replace(ready, status=Status.OK, body=b"")
+        except Exception as error:
+            opened.error = error
+            ready = replace(ready, status=Status.FAILED, body=text_of(error))
+        if (failure := first_error(agree(self.group, ready, deadline))) is not None:
+            raise failure from opened.error
+
+    def _collect(self, base: Any, plan: GroupPlan, deadline: float) -> None:
+        for section in plan.sections:
+            if section.strategy is Strategy.BROADCAST:
+                self.group.broadcast(base[section.start : section.stop], section.source, deadline)
+            elif section.strategy is Strategy.SCATTER:
+                start, stop = plan.share(section, self.group.rank)
+                self.group.gather_shares(base[section.start : section.stop], base[start:stop], deadline)
+
+    def _raise_unreached(self, opened: _Opened, n: int, *, is_denied: bool) -> NoReturn:
+        payload = opened.items[n].data.payload
+        name = payload.name if isinstance(payload, ShmHandle) else ""
+        kind = SegmentPermissionError if is_denied else SegmentNotFoundError
+        raise kind(
+            f"segment {name!r}, item {n} of {len(opened.items)}: none of the {self.group.size} ranks can open it"
+        ) from opened.missing[n]
