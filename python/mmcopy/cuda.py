@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _native
+from .direct import DirectCopies
+from .endpoint import WorkerEndpoint
 from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
+from .leases import LeaseSource
 from .metrics import Metrics
 from .packed import views_into
 from .pipeline import Filling, Pipeline
-from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, plan_scattered, plan_window
-from .ring import Slot, StagingRing
+from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, layout, plan_scattered, plan_window
+from .registered import ArenaRegistry
+from .ring import Slot, StagingRing, wait_for_event
 from .sources import ByteArray, Described, Source
 
 if TYPE_CHECKING:
@@ -36,13 +40,18 @@ _EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming
 
 
 class _Event:
-    """A CUDA event without timing."""
+    """A CUDA event without timing. Destroyed with this object; CUDA defers that until it has happened."""
 
-    __slots__ = ("_query", "pointer")
+    __slots__ = ("_destroy", "_query", "pointer")
 
     def __init__(self, runtime: Any) -> None:
         self.pointer: int = runtime.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
         self._query = runtime.eventQuery
+        self._destroy = runtime.eventDestroy
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end the context may be gone
+            self._destroy(self.pointer)
 
     def query(self) -> bool:
         return bool(self._query(self.pointer) == 0)  # 600 is cudaErrorNotReady
@@ -58,6 +67,8 @@ class _CopyStream:
         self._host_to_device = runtime.memcpyHostToDevice
         self._order = threading.Lock()
         self._event = _Event(runtime)
+        self._driver = _driver()
+        self._driver_stream = None if self._driver is None else self._driver.CUstream(self._pointer)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
@@ -65,6 +76,24 @@ class _CopyStream:
     def mark(self, slot: Slot) -> None:
         self._runtime.eventRecord(slot.event.pointer, self._pointer)  # type: ignore[attr-defined]
         slot.copying = True
+
+    def write_word(self, address: int, value: int) -> bool:
+        """Write 32 bits to registered host memory behind what is queued; False where the driver cannot."""
+        if self._driver is None:
+            return False
+        driver = self._driver
+        (result,) = driver.cuStreamWriteValue32(self._driver_stream, driver.CUdeviceptr(address), value, 0)
+        if int(result) != 0:
+            self._driver = None
+            _log.warning("the driver refuses to write marks from a stream (%s): the host writes them", result)
+            return False
+        return True
+
+    def new_event(self) -> _Event:
+        """A new event behind what is queued."""
+        event = _Event(self._runtime)
+        self._runtime.eventRecord(event.pointer, self._pointer)
+        return event
 
     def wait_for(self, stream: int) -> None:
         """What is queued here from now on runs after what is on ``stream``."""
@@ -95,6 +124,7 @@ class CudaDestination:
         num_threads: int,
         timeout_s: float,
         metrics: Metrics,
+        endpoint: WorkerEndpoint | None = None,
     ) -> None:
         torch, runtime = _require(device_index)
         self._torch = torch
@@ -108,7 +138,19 @@ class CudaDestination:
             memory = _pinned(max(2, math.ceil(staging_bytes / slot_bytes)), slot_bytes)
             self._ring = StagingRing([Slot(buffer, _Event(runtime)) for buffer in memory])
         self._pool = _native.CopyPool(num_threads)
-        self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=str(self._device), metrics=metrics)
+        name = str(self._device)
+        self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=name, metrics=metrics)
+        self._direct = DirectCopies(self._copy_stream, device=name, metrics=metrics)
+        self._arenas: ArenaRegistry | None = None
+        if endpoint is not None:
+            self._arenas = ArenaRegistry(
+                runtime,
+                endpoint,
+                on_device=lambda: torch.cuda.device(device_index),
+                new_event=self._copy_stream.new_event,
+                poll=self._direct.poll,
+                device=name,
+            )
 
     def move(
         self, sources: Sequence[Source], *, out: Sequence[torch.Tensor] | None, while_copying: Callable[[], None]
@@ -118,6 +160,9 @@ class CudaDestination:
         New tensors are views into one allocation. Blocks until every byte has left the sources, not for the GPU: the
         last copies may still run when this returns. ``out`` must have been checked by :meth:`check_out`.
         """
+        direct = self._in_place(sources) if self._arenas is not None else []
+        if direct:
+            return self._move_direct(direct, sources, out, while_copying)
         torch = self._torch
         deadline = time.monotonic() + self._timeout_s
         sizes = tuple(source.data.nbytes for source in sources)
@@ -139,6 +184,63 @@ class CudaDestination:
             else:
                 tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
             self._send(filling, addresses, while_copying=while_copying)
+        return tensors
+
+    def _in_place(self, sources: Sequence[Source]) -> list[int]:
+        """Which of the sources the GPU can read where they are."""
+        assert self._arenas is not None
+        return [
+            n
+            for n, source in enumerate(sources)
+            if isinstance(source, LeaseSource) and self._arenas.is_registered(source.arena)
+        ]
+
+    def _move_direct(
+        self,
+        direct: Sequence[int],
+        sources: Sequence[Source],
+        out: Sequence[torch.Tensor] | None,
+        while_copying: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """:meth:`move` where some sources are copied straight from their arena, and the rest, if any, is staged.
+
+        In a shared destination the direct ones come first, side by side as their sender laid them.
+        """
+        leases = [source for source in (sources[n] for n in direct) if isinstance(source, LeaseSource)]
+        in_place = set(direct)
+        staged = [n for n in range(len(sources)) if n not in in_place]
+        starts, direct_nbytes = layout([source.data.nbytes for source in leases])
+        sizes = tuple(sources[n].data.nbytes for n in staged)
+        chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
+        plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
+        deadline = time.monotonic() + self._timeout_s
+        rest = [sources[n] for n in staged]
+        with (
+            self._torch.cuda.device(self._index),
+            self._pipeline.begin(plan, rest, deadline=deadline) if plan.num_chunks else contextlib.nullcontext() as filling,
+        ):
+            if out is None:
+                order = dict(zip(direct, starts, strict=True))
+                order.update((n, direct_nbytes + start) for n, start in zip(staged, plan.starts, strict=True))
+                tensors, (base,) = self._allocate(
+                    direct_nbytes + plan.dest_nbytes, [order[n] for n in range(len(sources))], sources
+                )
+                lease_addresses, staged_addresses = [base + start for start in starts], [base + direct_nbytes]
+            else:
+                tensors = list(out)
+                lease_addresses = [out[n].data_ptr() for n in direct]
+                staged_addresses = [out[n].data_ptr() for n in staged]
+
+            def send() -> None:
+                def staged_too() -> None:
+                    if filling is None:
+                        while_copying()
+                    else:
+                        filling.send(staged_addresses, while_copying=while_copying)
+
+                self._direct.run(leases, lease_addresses, is_packed=out is None, when_queued=staged_too)
+
+            self._between(send)
         return tensors
 
     def allocate_packed(self, nbytes: int) -> torch.Tensor:
@@ -199,6 +301,11 @@ class CudaDestination:
         """Wait until no copy reads pinned memory, then let it go. Raises :class:`ReceiveTimeoutError`."""
         deadline = time.monotonic() + self._timeout_s
         self._ring.close(deadline)
+        if self._arenas is not None:
+            with self._torch.cuda.device(self._index):
+                wait_for_event(self._copy_stream.new_event(), deadline, what="copies out of arenas")
+                self._direct.poll()
+            self._arenas.close(deadline)
         self._pool.close(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
@@ -208,13 +315,16 @@ class CudaDestination:
             yield
 
     def _send(self, filling: Filling, addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
-        """Queue the copies between what is on the caller's current stream and what comes there next."""
+        self._between(lambda: filling.send(addresses, while_copying=while_copying))
+
+    def _between(self, send: Callable[[], None]) -> None:
+        """Queue copies between what is on the caller's current stream and what comes there next."""
         caller = self._torch.cuda.current_stream(self._index).cuda_stream
         # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
         # still be read there.
         self._copy_stream.wait_for(caller)
         try:
-            filling.send(addresses, while_copying=while_copying)
+            send()
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
         finally:
@@ -265,6 +375,15 @@ def _require(device_index: int) -> tuple[Any, Any]:
             f"CUDA devices need cupy for CUDA {torch.version.cuda}: pip install 'mmcopy[cuda13]' (or cuda12)"
         ) from error
     return torch, runtime
+
+
+def _driver() -> Any:
+    """CUDA's driver interface, which comes with torch; None without it."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    return driver
 
 
 def _pinned(num_slots: int, slot_bytes: int) -> list[ByteArray]:

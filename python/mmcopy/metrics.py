@@ -17,7 +17,7 @@ class Counter(enum.StrEnum):
     """What is counted; each counter has one label, named here, and those of a sender are also counted by runtime."""
 
     TENSORS_SENT = "tensors_sent"
-    """By path: inline, segment."""
+    """By path: inline, segment, lease."""
     BYTES_SENT = "bytes_sent"
     """By path."""
     SHM_WRITE_FAILURES = "shm_write_failures"
@@ -38,6 +38,8 @@ class Counter(enum.StrEnum):
     """By outcome: how often a worker was asked whether it can read our segments: ok, failed, gone."""
     REMOVE_FAILURES = "remove_failures"
     """By exception class: segments that were ours to remove and could not be."""
+    LEASES_RELEASED = "leases_released"
+    """By why: received (by the mark that the copy stream writes, or behind the copy), released (unread)."""
     SLOT_WAITS = "slot_waits"
     """By device: how often the copy threads had to wait because every staging slot still had a copy to do."""
     GROUP_RECEIVES = "group_receives"

@@ -9,6 +9,7 @@ Plans are kept for the sizes that were seen last: a model's requests repeat them
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +79,16 @@ def chunk_bytes_for(total_nbytes: int, *, num_threads: int, slot_bytes: int) -> 
     share = max(1, total_nbytes // (num_threads * CHUNKS_PER_THREAD))
     power = 1 << (share - 1).bit_length()
     return min(slot_bytes, max(MIN_CHUNK_BYTES, power))
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where tensors side by side begin, and the bytes of all, whole :data:`ALIGN_BYTES`. A sender lays the leases of one
+    request so, too."""
+    starts, end = [], 0
+    for nbytes in sizes:
+        starts.append(end)
+        end += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return starts, end
 
 
 @functools.lru_cache(maxsize=32)

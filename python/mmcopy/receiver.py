@@ -21,7 +21,9 @@ from .errors import (
     MmcopyError,
     ReceiveTimeoutError,
 )
+from .endpoint import WorkerEndpoint
 from .host import NumpyDestination, TorchDestination
+from .leases import LeaseOpener
 from .metrics import Counter, Metrics, Stage
 from .parallel import ParallelOptions
 from .pending import PendingReceive
@@ -63,6 +65,10 @@ class Receiver:
     ``slot_bytes``, and the threads are made here; no receive allocates any. ``timeout_s`` bounds one
     receive's waiting for copy threads and the GPU.
 
+    ``endpoint``: the worker's socket, at which senders hand arenas over; without it leases are refused. On CUDA each
+    arena is registered when it comes, and its leases are copied to the GPU from where they are, with no copy on the
+    host; the endpoint stays the caller's: close it after the receiver.
+
     ``metrics`` counts, and measures the stages when it was made with ``timings``; ``nvtx`` marks them for a profiler.
 
     ``group``: a process group of ``torch.distributed`` whose ranks receive together (NCCL for CUDA, gloo for the CPU),
@@ -88,6 +94,7 @@ class Receiver:
         timeout_s: float = 60.0,
         metrics: Metrics | None = None,
         nvtx: bool = False,
+        endpoint: WorkerEndpoint | None = None,
         group: Any = None,
         cpu_group: Any = None,
         parallel: ParallelOptions | None = None,
@@ -101,7 +108,9 @@ class Receiver:
         self._threads: ThreadPoolExecutor | None = None
         self._pending: set[PendingReceive] = set()
         self._timeout_s = parse_seconds(timeout_s, setting="Receiver.timeout_s")
-        self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics)
+        self.endpoint = endpoint
+        leases = LeaseOpener(endpoint, self.metrics, timeout_s=self._timeout_s)
+        self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics, leases=leases)
         threads = parse_count(
             default_num_threads() if num_threads is None else num_threads, setting="Receiver.num_threads"
         )
@@ -123,6 +132,7 @@ class Receiver:
                 num_threads=threads,
                 timeout_s=timeout_s,
                 metrics=self.metrics,
+                endpoint=endpoint,
             )
         elif framework == "torch":
             self._destination = TorchDestination(num_threads=threads)

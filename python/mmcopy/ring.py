@@ -15,7 +15,7 @@ from typing import Protocol
 from .errors import ClosedError, ReceiveTimeoutError
 from .sources import ByteArray
 
-__all__ = ["CopyEvent", "Slot", "StagingRing"]
+__all__ = ["CopyEvent", "Slot", "StagingRing", "wait_for_event"]
 
 _POLL_S = 20e-6
 
@@ -48,12 +48,18 @@ class Slot:
 
     def wait_idle(self, deadline: float) -> None:
         """Block until the last copy out of this slot is done. Raises :class:`ReceiveTimeoutError`."""
-        while not self.is_idle():
-            if time.monotonic() >= deadline:
-                raise ReceiveTimeoutError(
-                    f"the host-to-device copy of a {len(self.buffer)}-byte staging slot did not end in time"
-                )
-            time.sleep(_POLL_S)
+        if not self.is_idle():
+            what = f"the host-to-device copy of a {len(self.buffer)}-byte staging slot"
+            wait_for_event(self.event, deadline, what=what)
+            self.copying = False
+
+
+def wait_for_event(event: CopyEvent, deadline: float, *, what: str) -> None:
+    """Block until ``event`` has happened or ``deadline`` has come. Raises :class:`ReceiveTimeoutError`."""
+    while not event.query():
+        if time.monotonic() >= deadline:
+            raise ReceiveTimeoutError(f"{what} did not end in time")
+        time.sleep(_POLL_S)
 
 
 class StagingRing:

@@ -1,4 +1,4 @@
-"""Where a received tensor's bytes are read from: a segment, or the message itself.
+"""Where a received tensor's bytes are read from: a segment, a lease (leases.py), or the message itself.
 
 A segment's life here: opened (all of a request, or none), its name removed while it is read, closed afterwards. It was
 handed over, so it is the receiver's to remove, whatever happens.
@@ -20,6 +20,7 @@ from .errors import (
     SegmentNotFoundError,
     SegmentPermissionError,
 )
+from .leases import LeaseOpener, LeaseSource
 from .metrics import Counter, Metrics
 from .tensors import Inline, ShmHandle, TensorData
 
@@ -112,10 +113,13 @@ class SourceOpener:
     other programs keep files in the same directory.
     """
 
-    def __init__(self, shm_dir: str, accept_prefixes: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, shm_dir: str, accept_prefixes: Sequence[str], metrics: Metrics, *, leases: LeaseOpener | None = None
+    ) -> None:
         self._shm_dir = shm_dir
         self._accept_prefixes = tuple(accept_prefixes)
         self._metrics = metrics
+        self._leases = leases or LeaseOpener(None, metrics, timeout_s=0.0)
         self._reaper = _native.Reaper()
 
     def open_all(self, items: Sequence[TensorData]) -> list[Source]:
@@ -156,9 +160,11 @@ class SourceOpener:
         nbytes = 0
         for source in sources:
             source.remove(why)
-            if isinstance(source.native, _native.Segment):
+            if isinstance(source, SegmentSource):
                 segments.append(source.native)
                 nbytes += source.native.file_nbytes
+            elif isinstance(source, LeaseSource) and not source.is_kept:
+                source.release(why)
         if nbytes >= _REAP_BYTES and self._reaper.pending <= _REAP_BACKLOG:
             self._reaper.close_later(segments)
         else:
@@ -166,9 +172,12 @@ class SourceOpener:
                 segment.close()
 
     def release(self, items: Sequence[TensorData | ShmHandle]) -> int:
-        """Remove the segments that ``items`` name, unread; how many were removed. Never raises for a bad handle."""
+        """Remove the segments and release the leases that ``items`` name, unread; how many. Never raises for a bad handle."""
         removed = 0
         for handle in _handles(items):
+            if handle.is_lease:
+                removed += self._leases.release(handle)
+                continue
             try:
                 segment = self._open(handle)
             except MmcopyError as error:
@@ -187,6 +196,9 @@ class SourceOpener:
         handle = item.payload
         if isinstance(handle, Inline):
             sources.append(InlineSource(item, handle))
+            return
+        if handle.is_lease:
+            sources.append(self._leases.open(item, handle))
             return
         segment = self._open(handle)
         if segment.name in names:

@@ -16,6 +16,9 @@ from .errors import PayloadError, UnknownDtypeError
 
 __all__ = ["DTYPES", "Inline", "ShmHandle", "TensorData", "itemsize_of"]
 
+LEASE_PREFIX = "mmcopyarena-"
+"""How the names of leases begin; those of segments never do."""
+
 _U64_MAX = 2**64 - 1
 
 
@@ -52,6 +55,11 @@ class ShmHandle:
     offset: int
     nbytes: int
     owner_id: str = ""
+
+    @property
+    def is_lease(self) -> bool:
+        """Whether it is meant to name a lease of an arena and not a file; whether it does is found out by claiming it."""
+        return self.name.startswith(LEASE_PREFIX)
 
     def __post_init__(self) -> None:
         for field in ("offset", "nbytes"):
@@ -97,8 +105,10 @@ class TensorData:
 
     @property
     def path(self) -> str:
-        """``"inline"`` or ``"segment"``: the word for this payload in metrics and tables."""
-        return "inline" if isinstance(self.payload, Inline) else "segment"
+        """``"inline"``, ``"segment"`` or ``"lease"``: the word for this payload in metrics and tables."""
+        if isinstance(self.payload, Inline):
+            return "inline"
+        return "lease" if self.payload.is_lease else "segment"
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:

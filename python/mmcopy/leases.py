@@ -1,0 +1,118 @@
+"""Leases of the arenas that senders handed over: another kind of source, read where the sender wrote it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import _native
+from .errors import LeaseUnknownArenaError, MmcopyError
+from .metrics import Counter, Metrics
+from .tensors import ShmHandle, TensorData
+
+if TYPE_CHECKING:
+    from .endpoint import WorkerEndpoint
+    from .sources import ByteArray
+
+__all__ = ["LeaseOpener", "LeaseSource"]
+
+_log = logging.getLogger(__name__)
+
+_STEP_BYTES = 4 << 20
+"""How far a copy into host memory follows a sender that is still writing, at a time."""
+
+
+class LeaseSource:
+    """Bytes in an arena. ``lease`` is held until :meth:`release`, or until somebody else writes its mark.
+
+    The sender may still be writing: only the bytes up to the watermark are the tensor's.
+    """
+
+    offset = 0
+
+    def __init__(
+        self, data: TensorData, arena: _native.ArenaMap, lease: _native.Lease, *, deadline: float, metrics: Metrics
+    ) -> None:
+        self.data = data
+        self.arena = arena
+        self.lease = lease
+        self.deadline = deadline
+        self.is_kept = False
+        """Somebody else releases it later: copies out of it are still queued."""
+        self._metrics = metrics
+
+    @property
+    def native(self) -> memoryview:
+        """All bytes, read-only. Blocks until the sender has written them. Raises as :meth:`wait`."""
+        self.wait(self.data.nbytes)
+        return memoryview(self.lease)
+
+    @property
+    def address(self) -> int:
+        """Where the tensor begins in this process."""
+        return self.arena.data_address + self.lease.offset
+
+    def wait(self, upto: int) -> int:
+        """Block until ``upto`` bytes are written; how many are. Raises :class:`LeaseAbortedError`,
+        :class:`LeaseOwnerGoneError` and, at the receive's limit, :class:`LeaseTimeoutError`."""
+        return self.lease.wait_written(upto, max(0.0, self.deadline - time.monotonic()))
+
+    def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
+        memory = np.frombuffer(self.lease, np.uint8)
+        done = 0
+        while done < len(dst):
+            there = self.wait(start + min(len(dst), done + _STEP_BYTES)) - start
+            there = min(len(dst), there)
+            _native.copy_into(memory[start + done : start + there], dst[done:there], num_threads=num_threads)
+            done = there
+
+    def remove(self, why: str) -> None:
+        """A lease has no name that others could open."""
+
+    def release(self, why: str) -> None:
+        """Let the sender have it back, unless that was done. Never raises."""
+        try:
+            if self.lease.release():
+                self._metrics.count(Counter.LEASES_RELEASED, why)
+        except MmcopyError as error:
+            self._metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
+            _log.warning("could not release lease %s: %s", self.lease.name, error)
+
+
+class LeaseOpener:
+    """Claims leases of the arenas that were handed over at ``endpoint``."""
+
+    def __init__(self, endpoint: WorkerEndpoint | None, metrics: Metrics, *, timeout_s: float) -> None:
+        self._endpoint = None if endpoint is None else endpoint.native
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+
+    def open(self, data: TensorData, handle: ShmHandle) -> LeaseSource:
+        """Claim a lease. Never blocks. Raises a :class:`LeaseError`, or :class:`ClosedError`."""
+        arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
+        if arena is None:
+            why = "this receiver has no endpoint" if self._endpoint is None else "no sender that is connected has it"
+            raise LeaseUnknownArenaError(f"lease {handle.name}: arena {arena_id} is not mapped here: {why}")
+        lease = arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        deadline = time.monotonic() + self._timeout_s
+        return LeaseSource(data, arena, lease, deadline=deadline, metrics=self._metrics)
+
+    def release(self, handle: ShmHandle) -> bool:
+        """Claim a lease and let go of it, unread; False when there is nothing to let go of. Never raises."""
+        try:
+            arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+            arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
+            if arena is None or not arena.claim(
+                handle.name, handle.offset, handle.nbytes, handle.owner_id
+            ).release():
+                return False
+        except MmcopyError as error:
+            _log.debug("nothing to release for lease %r: %s", handle.name, error)
+            return False
+        self._metrics.count(Counter.LEASES_RELEASED, "released")
+        return True
+
