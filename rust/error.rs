@@ -316,6 +316,9 @@ pub enum Error {
         /// The object.
         what: String,
     },
+    /// Between a worker's endpoint and a sender's link.
+    #[error(transparent)]
+    Endpoint(#[from] crate::endpoint::Fault),
 }
 
 impl Error {
@@ -361,13 +364,14 @@ impl Error {
             | Self::Kind { path, errno, .. }
             | Self::NoSpace { path, errno, .. }
             | Self::Io { path, errno, .. } => Some((*errno, path)),
+            Self::Endpoint(fault) => fault.os(),
             _ => None,
         }
     }
 }
 
 /// The system's words for an errno, without the "(os error 2)" that the standard library adds.
-fn strerror(errno: i32) -> String {
+pub(crate) fn strerror(errno: i32) -> String {
     let mut text = std::io::Error::from_raw_os_error(errno).to_string();
     if let Some(end) = text.rfind(" (os error") {
         text.truncate(end);

@@ -22,12 +22,14 @@
 //!   is copied, or when `cancel`, a dropped `Job` or a `wait` that returned the job's error has seen the last running
 //!   chunk end. Memory that a job was given outlives it.
 //!
-//! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls), `streaming` (stores past the cache) and
-//! the conversion of a Python buffer into memory; it is denied everywhere else.
+//! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls), `streaming` (stores past the cache), `fork`
+//! (the handler in a child), `endpoint::credentials` (one socket option) and the conversion of a Python buffer into memory;
+//! it is denied everywhere else.
 
 pub mod cast;
 pub mod copy;
 pub mod dtype;
+pub mod endpoint;
 pub mod error;
 pub mod memory;
 pub mod name;
@@ -42,6 +44,7 @@ pub mod transfer;
 pub mod workers;
 
 mod entry;
+mod fork;
 
 #[cfg(feature = "python")]
 mod python;

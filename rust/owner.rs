@@ -113,7 +113,7 @@ fn lock_new_file(path: &Path) -> std::result::Result<(OwnedFd, Identity), Errno>
     Err(locked.err().unwrap_or(Errno::STALE))
 }
 
-fn random_bits() -> std::result::Result<u64, Errno> {
+pub(crate) fn random_bits() -> std::result::Result<u64, Errno> {
     let mut bytes = [0_u8; 8];
     let mut filled = 0;
     while filled < bytes.len() {

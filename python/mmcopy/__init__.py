@@ -11,7 +11,21 @@ import warnings as _warnings
 
 from . import _native
 from ._native import CASTS, __version__, shm_namespace_id
-from .config import ResolvedTransport, TransportConfig, TransportMode, WorkerSpec
+from .config import (
+    Delivery,
+    ResolvedDtype,
+    ResolvedTransport,
+    Role,
+    Route,
+    RouterConfig,
+    TransportConfig,
+    TransportMode,
+    WorkerSpec,
+    add_transport_args,
+    load_config,
+    transport_from_args,
+    wire_dtype,
+)
 from .errors import (
     ArrayTypeError,
     CastError,
@@ -20,6 +34,12 @@ from .errors import (
     CopyPlanError,
     DeviceError,
     DeviceMemoryError,
+    EndpointDirectoryError,
+    EndpointGoneError,
+    EndpointIoError,
+    EndpointProtocolError,
+    EndpointRefusedError,
+    EndpointTimeoutError,
     InlineTooLargeError,
     MissingDependencyError,
     MmcopyError,
@@ -36,6 +56,7 @@ from .errors import (
     SegmentSizeError,
     UnknownDtypeError,
     UnsupportedPayloadError,
+    WorkerUnreachableError,
 )
 from .metrics import Counter, Metrics
 from .receiver import Receiver
@@ -51,8 +72,15 @@ __all__ = [
     "ConfigError",
     "CopyPlanError",
     "Counter",
+    "Delivery",
     "DeviceError",
     "DeviceMemoryError",
+    "EndpointDirectoryError",
+    "EndpointGoneError",
+    "EndpointIoError",
+    "EndpointProtocolError",
+    "EndpointRefusedError",
+    "EndpointTimeoutError",
     "Inline",
     "InlineTooLargeError",
     "Metrics",
@@ -63,7 +91,11 @@ __all__ = [
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
+    "ResolvedDtype",
     "ResolvedTransport",
+    "Role",
+    "Route",
+    "RouterConfig",
     "SegmentExistsError",
     "SegmentIoError",
     "SegmentKindError",
@@ -79,8 +111,13 @@ __all__ = [
     "UnknownDtypeError",
     "UnsupportedPayloadError",
     "WorkerSpec",
+    "WorkerUnreachableError",
     "__version__",
+    "add_transport_args",
+    "load_config",
     "shm_namespace_id",
+    "transport_from_args",
+    "wire_dtype",
 ]
 
 if _native.DEBUG_BUILD:

@@ -8,6 +8,7 @@ uses, its own among them, and at least 1 (else :class:`~mmcopy.errors.ConfigErro
 """
 
 import os
+import pathlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self, SupportsIndex, final
@@ -24,6 +25,8 @@ __all__ = [
     "Reaper",
     "Segment",
     "SegmentOwner",
+    "SenderLink",
+    "WorkerEndpoint",
     "__version__",
     "cast_into",
     "copy_into",
@@ -351,3 +354,83 @@ class Reaper:
 
         A later :meth:`close_later` starts a thread again.
         """
+
+@final
+class WorkerEndpoint:
+    """A socket that senders on this host connect to, served by one thread. See :class:`mmcopy.WorkerEndpoint`."""
+
+    def __new__(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        shm_dir: str | os.PathLike[str],
+        accept_prefixes: Sequence[str],
+        allowed_uids: Sequence[int],
+        max_links: int,
+        hello_timeout_s: float,
+    ) -> Self:
+        """Create the directory when it is missing, remove dead workers' sockets of our user, and listen.
+
+        Raises :class:`~mmcopy.errors.EndpointDirectoryError`, :class:`~mmcopy.errors.EndpointIoError` and
+        :class:`~mmcopy.errors.ConfigError`.
+        """
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Path of the socket: what a sender has to be told."""
+
+    @property
+    def instance_id(self) -> str:
+        """The random part of the path: 16 hexadecimal digits."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+
+    def statistics(self) -> dict[str, int | str]:
+        """What has happened: links, accepted, refused_users, faults, last_fault, swept.
+
+        Raises :class:`~mmcopy.errors.ClosedError` in a forked child.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
+
+        Does nothing in a forked child. Raises :class:`~mmcopy.errors.EndpointTimeoutError`.
+        """
+
+@final
+class SenderLink:
+    """A sender's connection to a worker's endpoint. See :class:`mmcopy.SenderLink`."""
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Path of the worker's socket."""
+
+    @property
+    def worker_id(self) -> str:
+        """The random part of the worker's path: 16 hexadecimal digits."""
+
+    @staticmethod
+    def connect(path: str | os.PathLike[str], *, timeout_s: float, allowed_uids: Sequence[int]) -> SenderLink:
+        """Connect and say Hello. Blocks without the GIL.
+
+        Raises :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointRefusedError`,
+        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long),
+        :class:`~mmcopy.errors.EndpointIoError` and :class:`~mmcopy.errors.EndpointTimeoutError`.
+        """
+
+    def probe(self, shm_dir: str | os.PathLike[str], *, timeout_s: float) -> tuple[bool, str]:
+        """Whether the worker can read what we write to ``shm_dir``, and what happened in words.
+
+        Writes 32 random bytes as a segment, lets the worker read them, and removes it. Blocks without the GIL. Raises
+        :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
+        :class:`~mmcopy.errors.EndpointProtocolError` and :class:`~mmcopy.errors.ClosedError`.
+        """
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, the worker has gone, or it belongs to the process that this one was forked from."""
+
+    def close(self) -> None:
+        """End the connection, and calls that wait in other threads. Never blocks. May be called again."""

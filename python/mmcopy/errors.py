@@ -15,6 +15,12 @@ __all__ = [
     "CopyPlanError",
     "DeviceError",
     "DeviceMemoryError",
+    "EndpointDirectoryError",
+    "EndpointGoneError",
+    "EndpointIoError",
+    "EndpointProtocolError",
+    "EndpointRefusedError",
+    "EndpointTimeoutError",
     "InlineTooLargeError",
     "MissingDependencyError",
     "MmcopyError",
@@ -31,6 +37,7 @@ __all__ = [
     "SegmentSizeError",
     "UnknownDtypeError",
     "UnsupportedPayloadError",
+    "WorkerUnreachableError",
 ]
 
 
@@ -44,6 +51,10 @@ class ConfigError(MmcopyError, ValueError):
 
 class MissingDependencyError(MmcopyError, ImportError):
     """An optional package is needed for this call; the message names the extra to install."""
+
+
+class WorkerUnreachableError(MmcopyError, ConnectionError):
+    """A worker was asked for its labels over gRPC and did not answer; the message has the status."""
 
 
 class DeviceError(MmcopyError, RuntimeError):
@@ -124,3 +135,27 @@ class NoSpaceError(MmcopyError, OSError):
 
 class SegmentIoError(MmcopyError, OSError):
     """Any other failure of the operating system; ``errno`` says which."""
+
+
+class EndpointDirectoryError(MmcopyError, ValueError):
+    """The directory of a worker's socket is not private to us, or its path is too long for a unix socket."""
+
+
+class EndpointGoneError(MmcopyError, ConnectionError):
+    """No worker listens at that path, or the other end of a connection has gone."""
+
+
+class EndpointRefusedError(MmcopyError, PermissionError):
+    """One end refused the other: its user is not allowed, or the worker does not take what was offered."""
+
+
+class EndpointProtocolError(MmcopyError, ValueError):
+    """The other end sent a frame that is truncated, unknown, too long, or without the descriptors that belong to it."""
+
+
+class EndpointTimeoutError(MmcopyError, TimeoutError):
+    """The other end did not answer within the limit, or a socket did not close within it."""
+
+
+class EndpointIoError(MmcopyError, OSError):
+    """Any other failure of the operating system with a socket or its directory; ``errno`` says which."""

@@ -14,7 +14,7 @@ __all__ = ["Counter", "Histogram", "Metrics", "Stage"]
 
 
 class Counter(enum.StrEnum):
-    """What is counted; each counter has one label, named here."""
+    """What is counted; each counter has one label, named here, and those of a sender are also counted by runtime."""
 
     TENSORS_SENT = "tensors_sent"
     """By path: inline, segment."""
@@ -22,6 +22,9 @@ class Counter(enum.StrEnum):
     """By path."""
     SHM_WRITE_FAILURES = "shm_write_failures"
     """By reason; each one is a tensor that went inline instead: no_space, permission, exists, not_found, os_error."""
+    INLINE_FALLBACKS = "inline_fallbacks"
+    """By reason (:class:`mmcopy.config.Reason`): tensors that went inline though shared memory was wanted, failed
+    writes among them. What is too small, or inline by its settings, is not counted."""
     TENSORS_RECEIVED = "tensors_received"
     """By path."""
     BYTES_RECEIVED = "bytes_received"
@@ -29,7 +32,10 @@ class Counter(enum.StrEnum):
     RECEIVE_FAILURES = "receive_failures"
     """By exception class; one a failed call of ``receive``."""
     SEGMENTS_REMOVED = "segments_removed"
-    """By why: received, released (removed without being delivered), cancelled (taken back by the sender), swept."""
+    """By why: received, released (removed without being delivered), cancelled (taken back by the sender), worker_gone
+    (taken back because its worker has gone), swept."""
+    PROOFS = "proofs"
+    """By outcome: how often a worker was asked whether it can read our segments: ok, failed, gone."""
     REMOVE_FAILURES = "remove_failures"
     """By exception class: segments that were ours to remove and could not be."""
     SLOT_WAITS = "slot_waits"
@@ -79,26 +85,35 @@ class Metrics:
 
     def __init__(self, *, timings: bool = False) -> None:
         self._lock = threading.Lock()
-        self._values: defaultdict[tuple[Counter, str], int] = defaultdict(int)
+        self._values: defaultdict[tuple[Counter, str, str], int] = defaultdict(int)
         self._timings: defaultdict[Stage, Histogram] | None = defaultdict(Histogram) if timings else None
 
-    def count(self, counter: Counter, label: str, amount: int = 1) -> None:
-        """Add ``amount`` to ``counter`` under ``label``."""
+    def count(self, counter: Counter, label: str, amount: int = 1, *, runtime: str = "") -> None:
+        """Add ``amount`` to ``counter`` under ``label``; ``runtime`` is the engine that the tensor is for."""
         with self._lock:
-            self._values[counter, label] += amount
+            self._values[counter, label, runtime] += amount
 
-    def get(self, counter: Counter, label: str | None = None) -> int:
-        """The value under ``label``, or the sum over all labels."""
+    def get(self, counter: Counter, label: str | None = None, *, runtime: str | None = None) -> int:
+        """The value under ``label`` and ``runtime``, or the sum over all of them."""
         with self._lock:
-            return sum(n for (c, name), n in self._values.items() if c is counter and label in (None, name))
+            return sum(
+                n
+                for (c, name, where), n in self._values.items()
+                if c is counter and label in (None, name) and runtime in (None, where)
+            )
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """All non-zero counters: ``{"tensors_sent": {"inline": 3, "segment": 1}, ...}``."""
+        """All non-zero counters: ``{"tensors_sent": {"inline": 3, "segment": 1}, ...}``, the runtimes' sum."""
         result: dict[str, dict[str, int]] = {}
-        with self._lock:
-            for (counter, label), value in sorted(self._values.items()):
-                result.setdefault(counter.value, {})[label] = value
+        for counter, label, _, value in self.rows():
+            labels = result.setdefault(counter.value, {})
+            labels[label] = labels.get(label, 0) + value
         return result
+
+    def rows(self) -> list[tuple[Counter, str, str, int]]:
+        """All non-zero counters as (counter, label, runtime, value), sorted; runtime is "" where none is kept."""
+        with self._lock:
+            return sorted((counter, label, runtime, value) for (counter, label, runtime), value in self._values.items())
 
     def timer(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
         """A block whose seconds count for ``stage``, also when it raises."""

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use crate::Error;
+use crate::endpoint::Fault;
 
 const fn class_name(error: &Error) -> &'static str {
     match error {
@@ -30,6 +31,18 @@ const fn class_name(error: &Error) -> &'static str {
         Error::Timeout { .. } => "ReceiveTimeoutError",
         Error::Closed { .. } | Error::Cancelled { .. } => "ClosedError",
         Error::Panicked { .. } => "MmcopyError",
+        Error::Endpoint(fault) => endpoint_class_name(fault),
+    }
+}
+
+const fn endpoint_class_name(fault: &Fault) -> &'static str {
+    match fault {
+        Fault::Directory { .. } | Fault::PathLength { .. } => "EndpointDirectoryError",
+        Fault::Io { .. } => "EndpointIoError",
+        Fault::NobodyListens { .. } | Fault::Gone { .. } => "EndpointGoneError",
+        Fault::User { .. } | Fault::Refused { .. } => "EndpointRefusedError",
+        Fault::Protocol { .. } | Fault::Descriptors { .. } => "EndpointProtocolError",
+        Fault::Timeout { .. } => "EndpointTimeoutError",
     }
 }
 

@@ -11,6 +11,7 @@
 mod arguments;
 mod buffers;
 mod copies;
+mod endpoint;
 mod errors;
 mod owner;
 mod pool;
@@ -38,6 +39,8 @@ mod _native {
 
     #[pymodule_export]
     use super::copies::{cast_into, copy_into};
+    #[pymodule_export]
+    use super::endpoint::{PySenderLink, PyWorkerEndpoint};
     #[pymodule_export]
     use super::owner::{PySegmentOwner, sweep};
     #[pymodule_export]

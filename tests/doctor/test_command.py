@@ -23,6 +23,7 @@ NAMES = {
     "shm mount",
     "shm space",
     "shm writable",
+    "proof",
     "leftovers mmcopy",
     "leftovers SMG",
     "locked memory",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import mmcopy
-from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
+from mmcopy import Inline, Route, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
 
 
 def every_kind_of_array(sender: Sender, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
@@ -51,7 +51,22 @@ def what_travels(data: TensorData) -> None:
     data.dtype = "uint8"  # type: ignore[misc]
 
 
+def policy(sender: Sender, workers: list[WorkerSpec]) -> None:
+    route = sender.route(workers)
+    assert_type(route, Route)
+    sender.send(b"a", worker=route.pixels.to(workers[0]))
+    sender.send(b"a", worker=route.side_tensors)
+    sender.send(b"a", worker=workers)
+    sender.send(b"a", worker=["grpc://127.0.0.1:9000"])  # type: ignore[list-item]
+    assert_type(sender.worker_gone("grpc://127.0.0.1:9000"), int)
+    assert_type(sender.worker_back(workers[0]), bool)
+    assert_type(mmcopy.wire_dtype("image", worker=workers[0], environ={}).dtype, str)
+    assert_type(mmcopy.load_config("router.yaml").workers, tuple[WorkerSpec, ...])
+
+
 def settings() -> None:
+    TransportConfig(shm_min_bytes="64KiB")
+    assert_type(TransportConfig().resolve(WorkerSpec("w"), environ={}).mode_source, str)
     resolved = TransportConfig().resolve()
     assert_type(resolved.mode, TransportMode)
     assert_type(resolved.shm_min_bytes, int)

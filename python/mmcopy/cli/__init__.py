@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from mmcopy import __version__
+from mmcopy.config import read_own_variables
 from mmcopy.errors import MmcopyError
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "doctor", "bench")
+COMMANDS = ("demo", "doctor", "explain", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
     args = parser.parse_args(arguments)
     try:
+        read_own_variables(os.environ)  # a misspelt one is an error whichever command runs
         code = int(args.run(args))
         sys.stdout.flush()
     except MmcopyError as error:

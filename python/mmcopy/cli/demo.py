@@ -69,6 +69,13 @@ def add_parser(subparsers: Any) -> None:
     how = parser.add_argument_group("which way tensors go")
     how.add_argument("--transport", choices=("inline", "shm", "auto"), default="shm", help="default: %(default)s")
     how.add_argument(
+        "--shm-namespace",
+        choices=("own", "foreign", "none"),
+        default="own",
+        help="what the workers advertise as their shared memory, for --transport auto: the truth, that of another "
+        "host, or nothing. default: %(default)s",
+    )
+    how.add_argument(
         "--shm-min-bytes", type=size, metavar="N", help="smaller tensors go inline. default: the gateway's, 65536"
     )
     parser.add_argument(
@@ -100,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         framework=default_framework(args.device),
         encoder_dtype=args.encoder_dtype,
+        shm_namespace=args.shm_namespace,
         requests=args.requests or len(hands),
         concurrency=args.concurrency,
     )

@@ -30,12 +30,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--cuda", action="store_true", help="also start CUDA, in a process of its own, and copy to every GPU"
     )
+    parser.add_argument(
+        "--worker",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="also ask these workers (grpc://host:port) whether they read what is written here",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns the exit code: 1 when there is a problem."""
-    lines = examine(shm_dir=args.shm_dir, start_cuda=args.cuda)
+    lines = examine(shm_dir=args.shm_dir, start_cuda=args.cuda, workers=args.worker)
     if args.json:
         print(as_json(lines))
     elif not _print_table(lines):

@@ -49,6 +49,8 @@ class Job:
     encoder_dtype: str = "bfloat16"
     requests: int = 1
     concurrency: int = 1
+    shm_namespace: Literal["own", "foreign", "none"] = "own"
+    """What the workers advertise as their shared memory: the truth, another host's, or nothing."""
 
     def __post_init__(self) -> None:
         if self.engine == "vllm" and self.topology == "epd":
@@ -150,6 +152,7 @@ def _workers(job: Job, model_dir: Path, directory: Path) -> list[WorkerProcess]:
             device=job.device,
             framework=job.framework,
             encoder_dtype=job.encoder_dtype,
+            shm_namespace=job.shm_namespace,
             bootstrap_port=BOOTSTRAP_PORTS.get(role) if job.engine == "tokenspeed" else None,
             kv_connector=NIXL if job.engine == "vllm" and job.topology == "pd" else "",
         )

@@ -33,6 +33,8 @@ __all__ = ["DemoWorker", "bytes_on_device", "plain_digest"]
 
 REPLY = "received"
 CHUNK_BYTES = 4 << 20
+NAMESPACES = {"own": None, "foreign": "00000000-0000-4000-8000-000000000000:1", "none": ""}
+"""What a worker advertises; the second is of no host, and the third is nothing."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--framework", default="torch")
     parser.add_argument("--encoder-dtype", default="bfloat16")
+    parser.add_argument("--shm-namespace", choices=NAMESPACES, default="own")
     parser.add_argument("--kv-connector", default="")
     return parser.parse_args(argv)
 
@@ -224,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 receiver,
                 engine=args.engine,
                 encoder_dtype=args.encoder_dtype,
+                shm_namespace_id=NAMESPACES[args.shm_namespace],
                 report=report,
                 role=args.role,
                 kv_connector=args.kv_connector,

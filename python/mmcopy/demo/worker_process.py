@@ -43,6 +43,7 @@ class WorkerProcess:
         device: str = "cpu",
         framework: Framework = "torch",
         encoder_dtype: str = "bfloat16",
+        shm_namespace: str = "own",
         bootstrap_port: int | None = None,
         kv_connector: str = "",
     ) -> None:
@@ -60,6 +61,7 @@ class WorkerProcess:
             "device": device,
             "framework": framework,
             "encoder-dtype": encoder_dtype,
+            "shm-namespace": shm_namespace,
             "kv-connector": kv_connector,
         }
         self._log_path = Path(log_path)

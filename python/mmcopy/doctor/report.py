@@ -6,17 +6,17 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import gpu, leftovers, machine, shm, versions
+from . import gpu, leftovers, machine, proof, shm, versions
 from .line import Line, Status
 
 __all__ = ["as_json", "as_text", "examine", "exit_code"]
 
 
-def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False) -> tuple[Line, ...]:
+def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False, workers: Sequence[str] = ()) -> tuple[Line, ...]:
     """Look at this machine. Takes a second or a few: torch, where it is installed, is imported in a process of its own.
 
     Writes one small file into ``shm_dir`` and removes it. ``start_cuda`` creates a CUDA context, in a process of its
-    own. Never raises.
+    own. ``workers``: urls of workers that are asked what they share with this process. Never raises.
     """
     gpus = gpu.GpusFound(())
 
@@ -30,6 +30,7 @@ def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False) -> tuple[Lin
     return (
         *_guarded("versions", versions.lines),
         *_guarded("shared memory", lambda: shm.lines(shm_dir, has_gpu=bool(gpus.gpus))),
+        *_guarded("proof", lambda: proof.lines(shm_dir, workers)),
         *_guarded("leftovers", lambda: leftovers.lines(shm_dir)),
         *_guarded("machine", lambda: machine.lines(has_gpu=bool(gpus.gpus), shm_dir=shm_dir)),
         *about_gpus,

@@ -14,9 +14,19 @@ Needs ``pip install 'mmcopy[smg]'``; importing this package does not.
 
 from __future__ import annotations
 
+from .ask import Advertised, ask_worker, with_advertised
 from .model import ModelInfo
 from .request import MultimodalItem, WorkerRequest
 from .status import StatusError
 from .worker import SmgWorker
 
-__all__ = ["ModelInfo", "MultimodalItem", "SmgWorker", "StatusError", "WorkerRequest"]
+__all__ = [
+    "Advertised",
+    "ModelInfo",
+    "MultimodalItem",
+    "SmgWorker",
+    "StatusError",
+    "WorkerRequest",
+    "ask_worker",
+    "with_advertised",
+]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from mmcopy.tensors import ShmHandle, TensorData
 
+from .ask import METADATA
 from .intake import Intake, Received
 from .model import ModelInfo
 from .request import MultimodalItem, Rpc, WorkerRequest
@@ -63,6 +64,16 @@ class Advertisement:
     shm_namespace_id: str
     encoder_dtype: str
     version: str
+    endpoint: str = ""
+    """Path of the worker's socket for mmcopy senders."""
+    shm_uid: str = ""
+    """Who reads the segments."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What engines' messages have no place for, as trailing metadata of GetServerInfo."""
+        told = {"mmcopy_endpoint": self.endpoint, "shm_uid": self.shm_uid}
+        # gRPC takes ASCII there.
+        return tuple((key, told[label]) for key, label in METADATA.items() if told[label] and told[label].isascii())
 
 
 class Service(ABC):

@@ -116,7 +116,7 @@ class TokenSpeedService(Service):
         )
 
     async def get_server_info(
-        self, _request: scheduler_pb2.GetServerInfoRequest, _context: Context
+        self, _request: scheduler_pb2.GetServerInfoRequest, context: Context
     ) -> scheduler_pb2.GetServerInfoResponse:
         server_args, scheduler_info = Struct(), Struct()
         server_args.update(
@@ -130,6 +130,8 @@ class TokenSpeedService(Service):
         )
         if self._advertisement.shm_namespace_id:
             scheduler_info["shm_namespace_id"] = self._advertisement.shm_namespace_id
+        if self._advertisement.endpoint:
+            scheduler_info["mmcopy_endpoint"] = self._advertisement.endpoint
         info = scheduler_pb2.GetServerInfoResponse(
             server_args=server_args,
             scheduler_info=scheduler_info,
@@ -140,6 +142,7 @@ class TokenSpeedService(Service):
         )
         info.start_time.FromSeconds(int(self._started))
         self._handler.server_info(info)
+        context.set_trailing_metadata(self._advertisement.metadata())
         return info
 
     async def get_loads(

@@ -95,7 +95,7 @@ class VllmService(Service):
         )
 
     async def get_server_info(
-        self, _request: engine_pb2.GetServerInfoRequest, _context: Context
+        self, _request: engine_pb2.GetServerInfoRequest, context: Context
     ) -> engine_pb2.GetServerInfoResponse:
         dtype = self._advertisement.encoder_dtype
         info = engine_pb2.GetServerInfoResponse(
@@ -108,6 +108,7 @@ class VllmService(Service):
             multimodal_encoder_dtype=dtype,
         )
         self._handler.server_info(info)
+        context.set_trailing_metadata(self._advertisement.metadata())
         return info
 
     async def get_loads(self, _request: engine_pb2.GetLoadsRequest, _context: Context) -> engine_pb2.GetLoadsResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -42,7 +43,10 @@ class SmgWorker:
 
     The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default), and
     ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
-    directory, "": none is told, so that ``auto`` sends inline). ``port`` 0 takes a free one.
+    directory, "": none is told, so that ``auto`` sends inline). None is told either where the directory is read-only to
+    this process, which could then not remove what it was sent. ``endpoint_path`` is the socket of a
+    :class:`mmcopy.endpoint.WorkerEndpoint`, by which mmcopy's own senders prove that this worker reads what they write;
+    the endpoint stays the caller's. ``port`` 0 takes a free one.
 
     The methods other than :meth:`receive` belong to one event loop. The receiver stays the caller's: close it after
     :meth:`stop`. Raises :class:`mmcopy.ConfigError` for a bad argument.
@@ -60,6 +64,7 @@ class SmgWorker:
         port: int = 0,
         receive_threads: int = 2,
         receive_timeout_s: float = 60.0,
+        endpoint_path: str = "",
     ) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}, want one of {', '.join(get_args(Engine))}")
@@ -77,9 +82,13 @@ class SmgWorker:
         self.encoder_dtype = encoder_dtype
         self.host = host
         self.port = port
+        can_remove = os.access(receiver.shm_dir, os.W_OK | os.X_OK, effective_ids=True)
         if shm_namespace_id is None:
-            shm_namespace_id = own_namespace_id(receiver.shm_dir)
+            shm_namespace_id = own_namespace_id(receiver.shm_dir) if can_remove else ""
+            if not can_remove:
+                _log.warning("%s cannot be written: tensors come inline under auto", receiver.shm_dir)
         self.shm_namespace_id = shm_namespace_id
+        self.endpoint_path = endpoint_path if can_remove else ""
         self._receive_threads = receive_threads
         self._receive_timeout_s = receive_timeout_s
         self._running = RunningCalls()
@@ -212,7 +221,9 @@ class SmgWorker:
             raise MissingDependencyError(
                 f"a worker needs smg-grpc-proto ({error}): pip install 'mmcopy[smg]'"
             ) from error
-        advertisement = Advertisement(self.shm_namespace_id, self.encoder_dtype, f"mmcopy-{__version__}")
+        advertisement = Advertisement(
+            self.shm_namespace_id, self.encoder_dtype, f"mmcopy-{__version__}", self.endpoint_path, str(os.geteuid())
+        )
         service = VllmService if self.engine == "vllm" else TokenSpeedService
         return service(self, intake, self._running, self.model, advertisement)
 

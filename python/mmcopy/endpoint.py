@@ -1,0 +1,187 @@
+"""The socket that tells a sender and a worker on one host of each other.
+
+A worker opens a :class:`WorkerEndpoint` and advertises its path; a sender that was told the path connects with
+:class:`SenderLink`. While the connection is open both sides are alive, whatever containers they run in, as long as they
+share the socket's directory.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from . import _native
+from .errors import ConfigError
+
+__all__ = ["PROBE_PREFIXES", "ProbeResult", "SenderLink", "WorkerEndpoint", "default_directory"]
+
+PROBE_PREFIXES = ("mmcopy-",)
+"""How the names of segments begin that mmcopy's senders write for a probe."""
+
+
+def default_directory() -> pathlib.Path:
+    """Where sockets live unless somebody says otherwise: ``/run/user/<uid>/mmcopy`` where the system keeps such a
+    directory, else ``/tmp/mmcopy-<uid>``. Containers do not share it by themselves."""
+    uid = os.geteuid()
+    runtime = pathlib.Path(f"/run/user/{uid}")
+    return runtime / "mmcopy" if runtime.is_dir() else pathlib.Path(f"/tmp/mmcopy-{uid}")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Whether a worker can read the segments that we write."""
+
+    ok: bool
+    """The worker read back the bytes that we wrote."""
+    reason: str
+    """What happened, in words, with the numbers: errno, uid, mode."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class WorkerEndpoint:
+    """A socket that senders on this host connect to; one thread serves all of them.
+
+    ``directory`` (None: :func:`default_directory`) is created with mode 0700 when it is missing, and must belong to us
+    and be closed to others. Sockets that dead workers of our user left there are removed: those where nobody accepts a
+    connection. With ``allowed_uids`` other users may connect too; then the directory must let them through (0711) and
+    nobody else write to it. Every user is checked as the kernel reports it.
+
+    A probe opens segments in ``shm_dir`` whose names begin with one of ``accept_prefixes``, by the rules by which a
+    receiver opens them. At most ``max_links`` senders are connected at once; one that connects has
+    ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
+
+    Creating it does not block for peers. It raises :class:`~mmcopy.errors.EndpointDirectoryError` (also for a path
+    longer than a unix socket takes), :class:`~mmcopy.errors.EndpointIoError` and
+    :class:`~mmcopy.errors.ConfigError`. Methods may be called from several threads. In a forked child it is closed:
+    the child has no socket, and the parent keeps its own.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        shm_dir: str | os.PathLike[str] = "/dev/shm",
+        accept_prefixes: Sequence[str] = PROBE_PREFIXES,
+        allowed_uids: Sequence[int] = (),
+        max_links: int = 256,
+        hello_timeout_s: float = 5.0,
+    ) -> None:
+        if isinstance(accept_prefixes, str) or not all(accept_prefixes):
+            raise ConfigError(f"accept_prefixes is {accept_prefixes!r}, want a sequence of prefixes, none empty")
+        if max_links < 1:
+            raise ConfigError(f"max_links is {max_links}, want at least 1")
+        for uid in allowed_uids:
+            if not 0 <= uid < 2**32:
+                raise ConfigError(f"allowed_uids has {uid}, want user ids from 0 to 2**32 - 1")
+        self._native = _native.WorkerEndpoint(
+            default_directory() if directory is None else directory,
+            shm_dir=shm_dir,
+            accept_prefixes=list(accept_prefixes),
+            allowed_uids=list(allowed_uids),
+            max_links=max_links,
+            hello_timeout_s=hello_timeout_s,
+        )
+
+    @property
+    def native(self) -> _native.WorkerEndpoint:
+        """The part in Rust, for those who receive arenas."""
+        return self._native
+
+    @property
+    def path(self) -> str:
+        """Path of the socket: what a sender has to be told."""
+        return str(self._native.path)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+        return self._native.closed
+
+    def statistics(self) -> dict[str, int | str]:
+        """What has happened: links, accepted, refused_users, faults, last_fault, swept."""
+        return self._native.statistics()
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
+
+        Raises :class:`~mmcopy.errors.EndpointTimeoutError`.
+        """
+        self._native.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<mmcopy.WorkerEndpoint {self.path} {'closed' if self.closed else 'open'}>"
+
+
+class SenderLink:
+    """A sender's connection to a worker's endpoint; made by :meth:`connect`. A context manager.
+
+    Calls of several threads follow one another. In a forked child it is closed, and the parent's goes on.
+    """
+
+    def __init__(self, native: _native.SenderLink) -> None:
+        self._native = native
+
+    @classmethod
+    def connect(cls, path: str | os.PathLike[str], *, timeout_s: float, allowed_uids: Sequence[int] = ()) -> SenderLink:
+        """Connect to the worker that listens at ``path``. Blocks, without the GIL, for ``timeout_s`` at most.
+
+        The worker must run as our user or as one of ``allowed_uids``. Raises
+        :class:`~mmcopy.errors.EndpointGoneError` (nobody listens there),
+        :class:`~mmcopy.errors.EndpointRefusedError` (by either side), :class:`~mmcopy.errors.EndpointTimeoutError`,
+        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long)
+        and :class:`~mmcopy.errors.EndpointIoError`.
+        """
+        return cls(_native.SenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
+
+    @property
+    def native(self) -> _native.SenderLink:
+        """The part in Rust, for those who hand arenas over."""
+        return self._native
+
+    @property
+    def path(self) -> str:
+        """Path of the worker's socket."""
+        return str(self._native.path)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here, the worker has gone, or this process is a forked child. Never blocks."""
+        return self._native.closed
+
+    def probe(self, shm_dir: str | os.PathLike[str] = "/dev/shm", *, timeout_s: float) -> ProbeResult:
+        """Write a small segment to ``shm_dir``, let the worker read it, and remove it. Blocks, without the GIL.
+
+        What is wrong with the shared memory on either side is the result; what is wrong with the connection is raised:
+        :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
+        :class:`~mmcopy.errors.EndpointProtocolError` and :class:`~mmcopy.errors.ClosedError`.
+        """
+        return ProbeResult(*self._native.probe(shm_dir, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """End the connection, and calls that wait in other threads. Never blocks. May be called again."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<mmcopy.SenderLink {self.path} {'closed' if self.closed else 'open'}>"

@@ -1,0 +1,127 @@
+"""A sender's decisions: its settings as they were at its start, and what it knows of its workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, TypeAlias
+
+from . import _native
+from .config import (
+    SHARED,
+    Choice,
+    Delivery,
+    Environment,
+    Reason,
+    ResolvedTransport,
+    Route,
+    Sharing,
+    TransportConfig,
+    TransportMode,
+    WorkerSpec,
+    by_labels,
+    choose,
+    deliver,
+    plan_route,
+)
+from .errors import ConfigError
+from .outstanding import Outstanding
+
+__all__ = ["ENDPOINT_LABEL", "Policy", "Proofs", "Target"]
+
+ENDPOINT_LABEL = "mmcopy_endpoint"
+"""The label of an mmcopy worker that holds the path of its socket."""
+
+_MAX_DECIDED = 256
+
+Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
+"""Who a tensor is for: one worker, several that all read it, what a route decided, or nobody in particular."""
+
+
+class Proofs(Protocol):
+    """What asks workers by their sockets; see :class:`mmcopy.proof.Prover`."""
+
+    def sharing(self, worker: WorkerSpec) -> Sharing: ...
+
+    def is_gone(self, worker: WorkerSpec) -> bool: ...
+
+
+class Policy:
+    """Decides, without reading anything from outside but the shared memory's id, once. Thread-safe."""
+
+    def __init__(
+        self,
+        config: TransportConfig,
+        environment: Environment,
+        *,
+        shm_dir: str,
+        outstanding: Outstanding,
+        proofs: Proofs | None = None,
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._shm_dir = shm_dir
+        self._outstanding = outstanding
+        self._proofs = proofs
+        self._namespace_id = ""
+        self._nobody = deliver((), self._resolve, self._sharing)
+        self._decided: dict[int, Delivery] = {}  # by the spec's id, which the delivery keeps from being another's
+
+    def delivery(self, target: Target) -> Delivery:
+        """The decision for ``target``. Raises :class:`ConfigError` for what is no worker."""
+        if isinstance(target, Delivery):
+            return target
+        if target is None:
+            return self._nobody
+        if isinstance(target, WorkerSpec):
+            return self._for_one(target)
+        receivers = tuple(target) if isinstance(target, Sequence) else ()
+        if not receivers or not all(isinstance(worker, WorkerSpec) for worker in receivers):
+            raise ConfigError(f"worker is {target!r}, want a WorkerSpec, several, or a Delivery")
+        return deliver(receivers, self._resolve, self._sharing, several_readers=True)
+
+    def route(self, workers: Sequence[WorkerSpec]) -> Route:
+        """The decisions for a request that ``workers`` serve; see :func:`mmcopy.config.plan_route`."""
+        return plan_route(workers, self._resolve, self._sharing)
+
+    def choose(self, delivery: Delivery, nbytes: int) -> Choice:
+        """The way of one tensor. A receiver that has gone gets nothing by shared memory, whatever the mode."""
+        choice = choose(delivery, nbytes)
+        if choice.reason is None:
+            for worker in delivery.receivers:
+                if self.is_gone(worker):
+                    return Choice("inline", Reason.WORKER_GONE, f"worker {worker.url} has gone")
+        return choice
+
+    def is_gone(self, worker: WorkerSpec) -> bool:
+        """Whether the worker was reported to be gone, or its socket has closed."""
+        if self._outstanding.is_gone(worker.url):
+            return True
+        return self._proofs is not None and ENDPOINT_LABEL in worker.labels and self._proofs.is_gone(worker)
+
+    def by_labels(self, worker: WorkerSpec) -> Sharing:
+        """What the labels of a stock worker prove."""
+        if not self._namespace_id:
+            # As SMG does, once; "" is asked for again, the directory may yet come.
+            self._namespace_id = _native.shm_namespace_id(self._shm_dir)
+        return by_labels(worker, namespace_id=self._namespace_id, uid=os.geteuid())
+
+    def _for_one(self, worker: WorkerSpec) -> Delivery:
+        """What does not change is decided once a spec; only sharing is looked at anew."""
+        known = self._decided.get(id(worker))
+        if known is None or known.receivers[0] is not worker:
+            if len(self._decided) >= _MAX_DECIDED:
+                self._decided.clear()
+            known = self._decided[id(worker)] = deliver((worker,), self._resolve, lambda _: SHARED)
+        if known.mode is TransportMode.AUTO and (found := self._sharing(worker)).reason is not None:
+            return replace(known, reason=found.reason, detail=found.detail)
+        return known
+
+    def _resolve(self, worker: WorkerSpec | None) -> ResolvedTransport:
+        return self._config.resolve_in(self._environment, worker)
+
+    def _sharing(self, worker: WorkerSpec) -> Sharing:
+        if self._proofs is not None and worker.labels.get(ENDPOINT_LABEL):
+            return self._proofs.sharing(worker)
+        return self.by_labels(worker)

@@ -1,0 +1,289 @@
+"""Whether a worker can read what we write: asked over its socket, remembered for a while, and off the sending path.
+
+Equal namespace ids say that two processes see one file system. They do not say that the worker's user may open files of
+mode 0600 there, nor that its mount lets it. So an mmcopy worker is asked: the sender writes a small segment, the worker
+opens it and tells its bytes (:mod:`mmcopy.endpoint`). The connection stays open, and its end is the worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .config import SHARED, Reason, Sharing, WorkerSpec
+from .endpoint import SenderLink
+from .errors import EndpointGoneError, EndpointTimeoutError, MmcopyError
+from .metrics import Counter, Metrics
+from .policy import ENDPOINT_LABEL
+
+__all__ = ["Prover"]
+
+_log = logging.getLogger(__name__)
+
+_WATCH_S = 0.25
+"""How often the thread looks whether a worker has gone, besides every use."""
+_MAX_BACKOFF_S = 30.0
+_ROOT = 0
+"""A worker that runs as root may be asked by any user: it can read all files, and it needs none of ours to do harm."""
+
+
+@dataclass
+class _Worker:
+    """What is known of one worker; guarded by the prover's lock."""
+
+    url: str
+    path: str
+    link: SenderLink | None = None
+    proved_at: float | None = None
+    failure: Sharing | None = None
+    failures: int = 0
+    gone: bool = False
+    unreported: bool = False
+    distrusted: int = 0
+    asking: bool = False
+    next_ask: float = 0.0
+    answered: threading.Event = field(default_factory=threading.Event)
+
+
+class Prover:
+    """Asks workers on a thread of its own, and remembers the answers for ``max_age_s`` seconds, renewed at half of it.
+
+    A use of a worker that was not asked before, or whose answer is too old, waits ``first_wait_s`` at most for the
+    answer; every other use waits for nothing. A failure drops what was proved; after one the worker is asked again
+    ``retry_s`` later, and less and less often. ``on_gone`` is called, from any thread, with the url of a worker whose
+    connection has ended. At most ``max_workers`` are remembered.
+    """
+
+    def __init__(
+        self,
+        shm_dir: str,
+        *,
+        max_age_s: float,
+        metrics: Metrics,
+        on_gone: Callable[[str], object],
+        first_wait_s: float = 0.25,
+        ask_timeout_s: float = 1.0,
+        retry_s: float = 1.0,
+        max_workers: int = 256,
+    ) -> None:
+        self._shm_dir = shm_dir
+        self._max_age_s = max_age_s
+        self._metrics = metrics
+        self._on_gone = weakref.WeakMethod(on_gone)  # the thread must not keep the sender
+        self._first_wait_s = first_wait_s
+        self._ask_timeout_s = ask_timeout_s
+        self._retry_s = retry_s
+        self._max_workers = max_workers
+        self._lock = threading.Lock()
+        self._workers: OrderedDict[tuple[str, str], _Worker] = OrderedDict()
+        self._questions: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def sharing(self, worker: WorkerSpec) -> Sharing:
+        """Whether ``worker``, which has the label ``mmcopy_endpoint``, can read our segments, as far as we know."""
+        with self._lock:
+            known = self._known(worker)
+            verdict, is_fresh = self._verdict(known)
+            wants_to_wait = known.failure is None and verdict is not SHARED
+            asked = not is_fresh and self._ask_soon(known)
+            answered = known.answered
+        self._report_gone(known)
+        if not (asked and wants_to_wait):
+            return verdict
+        answered.wait(self._first_wait_s)
+        with self._lock:
+            return self._verdict(known)[0]
+
+    def prove(self, worker: WorkerSpec, *, timeout_s: float) -> Sharing:
+        """Ask now, and block for the answer, ``timeout_s`` at most."""
+        with self._lock:
+            known = self._known(worker)
+            known.next_ask = 0.0
+            self._ask_soon(known)
+            answered = known.answered
+        if not answered.wait(timeout_s):
+            return Sharing(Reason.NOT_PROVED, f"worker {worker.url} did not answer within {timeout_s:g} s")
+        with self._lock:
+            return self._verdict(known)[0]
+
+    def is_gone(self, worker: WorkerSpec) -> bool:
+        """Whether the worker was connected and is no more. One that is not known is connected to, in the background."""
+        with self._lock:
+            known = self._known(worker)
+            self._verdict(known)
+            if known.link is None:
+                self._ask_soon(known)
+            gone = known.gone
+        self._report_gone(known)
+        return gone
+
+    def distrust(self, worker: WorkerSpec) -> None:
+        """Drop what ``worker`` has proved; it is asked again when it is used."""
+        with self._lock:
+            known = self._known(worker)
+            known.proved_at = None
+            known.next_ask = 0.0
+            known.distrusted += 1
+
+    def close(self) -> None:
+        """End every connection and the thread, and cut a question under way off. May be called again."""
+        with self._lock:
+            self._closed = True
+            links = [self._unlink(known) for known in self._workers.values()]
+            self._workers.clear()
+            thread, self._thread = self._thread, None
+        for link in links:
+            if link is not None:
+                link.close()
+        if thread is not None:
+            self._questions.put(None)
+            if thread is not threading.current_thread():
+                thread.join(2 * self._ask_timeout_s + 5)
+
+    def forget(self) -> None:
+        """For a child after ``fork``: it has no connection and no thread."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._workers = OrderedDict()
+        self._thread = None
+
+    # ---- under the lock --------------------------------------------------
+
+    def _known(self, worker: WorkerSpec) -> _Worker:
+        key = (worker.url, worker.labels.get(ENDPOINT_LABEL, ""))
+        known = self._workers.get(key)
+        if known is None:
+            known = self._workers[key] = _Worker(*key)
+            if len(self._workers) > self._max_workers:
+                _, oldest = self._workers.popitem(last=False)
+                link = self._unlink(oldest)
+                if link is not None:
+                    link.close()
+        self._workers.move_to_end(key)
+        return known
+
+    def _unlink(self, known: _Worker) -> SenderLink | None:
+        """Its link, which the caller closes: a link that we end ourselves does not say that the worker has gone."""
+        link, known.link = known.link, None
+        return link
+
+    def _verdict(self, known: _Worker) -> tuple[Sharing, bool]:
+        """What to tell, and whether there is no need to ask again soon."""
+        if known.link is not None and known.link.closed:
+            known.link.close()
+            self._lose(known)
+        if known.proved_at is not None:
+            age = time.monotonic() - known.proved_at
+            if age <= self._max_age_s:
+                return SHARED, age <= self._max_age_s / 2
+        if known.failure is not None:
+            return known.failure, False
+        return Sharing(Reason.NOT_PROVED, f"worker {known.url} has not answered on {known.path} yet"), False
+
+    def _lose(self, known: _Worker) -> None:
+        known.link = None
+        known.proved_at = None
+        known.unreported = known.unreported or not known.gone
+        known.gone = True
+        known.failure = Sharing(Reason.WORKER_GONE, f"worker {known.url} has closed {known.path}")
+        known.next_ask = 0.0
+
+    def _ask_soon(self, known: _Worker) -> bool:
+        """Whether a question was put now; not while one is under way or the last failure is too fresh."""
+        if known.asking or self._closed or time.monotonic() < known.next_ask:
+            return False
+        known.asking = True
+        known.answered = threading.Event()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mmcopy-proof", daemon=True)
+            self._thread.start()
+        self._questions.put(known)
+        return True
+
+    # ---- outside the lock ------------------------------------------------
+
+    def _report_gone(self, known: _Worker) -> None:
+        if not known.unreported:
+            return
+        with self._lock:
+            unreported, known.unreported = known.unreported, False
+        if unreported and (on_gone := self._on_gone()) is not None:
+            on_gone(known.url)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                watching = any(known.link is not None for known in self._workers.values())
+            try:
+                known = self._questions.get(timeout=_WATCH_S if watching else None)
+            except queue.Empty:
+                self._watch()
+                continue
+            if known is None:
+                return
+            self._ask(known)
+
+    def _watch(self) -> None:
+        with self._lock:
+            lost = [known for known in self._workers.values() if known.link is not None and known.link.closed]
+            for known in lost:
+                self._verdict(known)
+        for known in lost:
+            self._report_gone(known)
+
+    def _ask(self, known: _Worker) -> None:
+        started = time.monotonic()
+        with self._lock:
+            link, distrusted = known.link, known.distrusted
+        gone = False
+        try:
+            if link is None:
+                link = SenderLink.connect(known.path, timeout_s=self._ask_timeout_s, allowed_uids=(_ROOT,))
+            result = link.probe(self._shm_dir, timeout_s=self._ask_timeout_s)
+            ok, reason = result.ok, result.reason
+        except EndpointTimeoutError as error:
+            # It may be slow and well: the connection stays, and says when the worker ends.
+            ok, reason = False, str(error)
+        except MmcopyError as error:
+            ok, reason = False, str(error)
+            gone = isinstance(error, EndpointGoneError)
+            if link is not None:
+                link.close()
+                link = None
+        self._metrics.count(Counter.PROOFS, "ok" if ok else "gone" if gone else "failed")
+        if not ok:
+            _log.info("worker %s: %s", known.url, reason)
+        with self._lock:
+            if self._workers.get((known.url, known.path)) is known:
+                proved = ok and distrusted == known.distrusted
+                self._note(known, link, started, proved=proved, gone=gone, reason=reason)
+            elif link is not None:  # it was forgotten meanwhile, or all were
+                link.close()
+            known.asking = False
+        self._report_gone(known)
+        known.answered.set()
+
+    def _note(
+        self, known: _Worker, link: SenderLink | None, started: float, *, proved: bool, gone: bool, reason: str
+    ) -> None:
+        was_connected, known.link = known.link is not None, link
+        if link is not None:
+            known.gone = False
+        if proved:
+            known.proved_at, known.failure, known.failures, known.next_ask = started, None, 0, 0.0
+            return
+        known.proved_at = None
+        known.failures += 1
+        if gone and (was_connected or known.gone):
+            self._lose(known)
+            known.next_ask = started + self._retry_s
+            return
+        known.failure = Sharing(Reason.PROOF_FAILED, f"worker {known.url}: {reason}")
+        known.next_ask = started + min(self._retry_s * 2 ** min(known.failures - 1, 16), _MAX_BACKOFF_S)

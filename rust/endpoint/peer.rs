@@ -1,0 +1,124 @@
+//! One sender, as the worker's thread sees it.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use super::Fault;
+use super::credentials;
+use super::frame::{MAX_PROBE_BYTES, Message, Offer};
+use super::socket::{Arrived, Deadline, Socket};
+use crate::memory::Target;
+use crate::name::SegmentName;
+use crate::segment::Segment;
+use crate::{Error, Result};
+use std::num::NonZeroUsize;
+
+/// Frames that one sender may have answered before the others' turn.
+const FRAMES_A_TURN: usize = 16;
+
+/// What answering needs to know.
+#[derive(Debug)]
+pub(super) struct Desk {
+    pub(super) instance: u64,
+    pub(super) shm_dir: PathBuf,
+    pub(super) accept_prefixes: Vec<String>,
+    pub(super) allowed_uids: Vec<u32>,
+}
+
+/// A connected sender.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) socket: Socket,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// It has to say Hello by then.
+    New(Deadline),
+    /// It has.
+    Known,
+}
+
+impl Peer {
+    /// Looks at who it is; one that is not allowed is told so.
+    pub(super) fn new(fd: OwnedFd, hello_by: Deadline, desk: &Desk) -> std::result::Result<Self, Fault> {
+        let socket = Socket::new(fd, "sender");
+        let uid = credentials::peer_uid(std::os::fd::AsFd::as_fd(&socket))
+            .map_err(|errno| super::directory::io(&desk.shm_dir, errno, "getsockopt(SO_PEERCRED)"))?;
+        if let Err(fault) = credentials::check("sender", uid, &desk.allowed_uids) {
+            refuse(&socket, &fault);
+            return Err(fault);
+        }
+        Ok(Self { socket, stage: Stage::New(hello_by) })
+    }
+
+    /// When it is cut off unless it says Hello.
+    pub(super) const fn hello_by(&self) -> Option<Deadline> {
+        match self.stage {
+            Stage::New(deadline) => Some(deadline),
+            Stage::Known => None,
+        }
+    }
+
+    /// Answers what has arrived. An error ends the connection.
+    pub(super) fn serve(&mut self, desk: &Desk) -> std::result::Result<(), Fault> {
+        for _ in 0..FRAMES_A_TURN {
+            let Some(arrived) = self.socket.receive()? else { break };
+            let sequence = arrived.sequence;
+            let answer = self.answer(arrived, desk)?;
+            if !self.socket.send(&answer, sequence, &[])? {
+                return Err(Fault::Protocol { reason: "the sender does not take its answers".to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, arrived: Arrived, desk: &Desk) -> std::result::Result<Message, Fault> {
+        match (&self.stage, arrived.message) {
+            (Stage::New(_), Message::Hello { .. }) => {
+                self.stage = Stage::Known;
+                Ok(Message::Hello { instance: desk.instance })
+            }
+            (Stage::Known, Message::Probe { name, offset, nbytes }) => Ok(probe(desk, &name, offset, nbytes)),
+            (Stage::Known, Message::Offer(offer)) => Ok(self.take(offer, arrived.descriptors)),
+            (stage, message) => {
+                let when = if matches!(stage, Stage::New(_)) { "before Hello" } else { "from a sender" };
+                Err(Fault::Protocol { reason: format!("{} {when}", message.kind_name()) })
+            }
+        }
+    }
+
+    #[allow(clippy::unused_self)]
+    fn take(&mut self, _offer: Offer, _descriptors: Vec<OwnedFd>) -> Message {
+        Message::Refused { errno: 0, reason: "this worker takes no arenas".to_owned() }
+    }
+}
+
+/// Says why before the connection ends; nothing is owed to one who does not listen.
+pub(super) fn refuse(socket: &Socket, fault: &Fault) {
+    let _ = socket.send(&Message::Refused { errno: 0, reason: fault.to_string() }, 0, &[]);
+}
+
+fn probe(desk: &Desk, name: &str, offset: u64, nbytes: u32) -> Message {
+    match read(desk, name, offset, nbytes) {
+        Ok(bytes) => Message::ProbeRead { bytes },
+        Err(error) => {
+            Message::ProbeFailed { errno: error.os().map_or(-1, |(errno, _)| errno), reason: error.to_string() }
+        }
+    }
+}
+
+fn read(desk: &Desk, name: &str, offset: u64, nbytes: u32) -> Result<Vec<u8>> {
+    let name = SegmentName::parse(name)?;
+    if !desk.accept_prefixes.iter().any(|prefix| name.as_str().starts_with(prefix)) {
+        return Err(Error::Name {
+            name: name.to_string(),
+            reason: "it does not begin with a prefix that this worker accepts",
+        });
+    }
+    let segment = Segment::open(&desk.shm_dir, &name)?;
+    let mut bytes = vec![0; (nbytes as usize).min(MAX_PROBE_BYTES)];
+    segment.read_into(Target::from_slice(&mut bytes), offset, NonZeroUsize::MIN)?;
+    Ok(bytes)
+}
