@@ -320,6 +320,39 @@ def test_a_sender_that_is_dropped_or_closed_ends_its_connections(
             lock.unlink()
 
 
+def test_closing_while_a_worker_is_asked_takes_nothing_back(
+    shm_dir: pathlib.Path, start: Callable[..., Worker]
+) -> None:
+    """A link that the sender ends itself says nothing of the worker, who keeps what was handed over."""
+    worker = start()
+    sender = Sender(AUTO, shm_dir=shm_dir)
+    data = sender.send(BIG, worker=worker.spec)
+    worker.signal(signal.SIGSTOP)
+    assert settle(lambda: "T" in pathlib.Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2])
+    sender.distrust(worker.spec)
+    assert sender.send(BIG, worker=worker.spec).path == "inline"  # asked, and not answered
+    sender.close()
+    assert sender.metrics.get(Counter.SEGMENTS_REMOVED) == 0
+    take(shm_dir, data)
+
+
+def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
+    lost: list[str] = []
+
+    class Owner:
+        def lose(self, url: str) -> None:
+            lost.append(url)
+
+    owner = Owner()
+    prover = Prover(str(shm_dir), max_age_s=30, metrics=Metrics(), on_gone=owner.lose, max_workers=1)
+    with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
+        for n in range(3):
+            spec = WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": endpoint.path})
+            assert prover.prove(spec, timeout_s=LIMIT_S).ok
+        prover.close()
+    assert lost == []
+
+
 def test_a_forked_child_asks_nobody(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})

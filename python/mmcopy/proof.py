@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from .config import SHARED, Reason, Sharing, WorkerSpec
 from .endpoint import SenderLink
-from .errors import ClosedError, EndpointGoneError, EndpointTimeoutError, MmcopyError
+from .errors import EndpointGoneError, EndpointTimeoutError, MmcopyError
 from .metrics import Counter, Metrics
 from .policy import ENDPOINT_LABEL
 
@@ -136,11 +136,12 @@ class Prover:
         """End every connection and the thread, and cut a question under way off. May be called again."""
         with self._lock:
             self._closed = True
-            links = [known.link for known in self._workers.values() if known.link is not None]
+            links = [self._unlink(known) for known in self._workers.values()]
             self._workers.clear()
             thread, self._thread = self._thread, None
         for link in links:
-            link.close()
+            if link is not None:
+                link.close()
         if thread is not None:
             self._questions.put(None)
             if thread is not threading.current_thread():
@@ -162,10 +163,16 @@ class Prover:
             known = self._workers[key] = _Worker(*key)
             if len(self._workers) > self._max_workers:
                 _, oldest = self._workers.popitem(last=False)
-                if oldest.link is not None:
-                    oldest.link.close()
+                link = self._unlink(oldest)
+                if link is not None:
+                    link.close()
         self._workers.move_to_end(key)
         return known
+
+    def _unlink(self, known: _Worker) -> SenderLink | None:
+        """Its link, which the caller closes: a link that we end ourselves does not say that the worker has gone."""
+        link, known.link = known.link, None
+        return link
 
     def _verdict(self, known: _Worker) -> tuple[Sharing, bool]:
         """What to tell, and whether there is no need to ask again soon."""
@@ -246,7 +253,7 @@ class Prover:
             ok, reason = False, str(error)
         except MmcopyError as error:
             ok, reason = False, str(error)
-            gone = isinstance(error, (EndpointGoneError, ClosedError))
+            gone = isinstance(error, EndpointGoneError)
             if link is not None:
                 link.close()
                 link = None
@@ -254,10 +261,11 @@ class Prover:
         if not ok:
             _log.info("worker %s: %s", known.url, reason)
         with self._lock:
-            if self._closed and link is not None:
+            if self._workers.get((known.url, known.path)) is known:
+                proved = ok and distrusted == known.distrusted
+                self._note(known, link, started, proved=proved, gone=gone, reason=reason)
+            elif link is not None:  # it was forgotten meanwhile, or all were
                 link.close()
-                link = None
-            self._note(known, link, started, proved=ok and distrusted == known.distrusted, gone=gone, reason=reason)
             known.asking = False
         self._report_gone(known)
         known.answered.set()

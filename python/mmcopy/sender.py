@@ -128,7 +128,8 @@ class Sender:
     def route(self, workers: Sequence[WorkerSpec]) -> Route:
         """Who of ``workers``, which serve one request, gets what, and by which way; see :class:`mmcopy.config.Route`.
 
-        Pass its decisions on to :meth:`send`: ``worker=route.pixels.to(encoder)``, ``worker=route.side_tensors``.
+        Pass its decisions on to :meth:`send`: ``worker=route.pixels.to(encoder)``, ``worker=route.side_tensors``. They
+        are for one request: what a worker proves, or that it goes, changes the next one.
         Raises :class:`ConfigError` for a set of roles that serves no request.
         """
         return self._policy.route(workers)

@@ -25,6 +25,11 @@ class Sharing:
     reason: Reason | None = None
     detail: str = ""
 
+    @property
+    def ok(self) -> bool:
+        """Whether it can."""
+        return self.reason is None
+
 
 SHARED = Sharing()
 
