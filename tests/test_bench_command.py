@@ -22,12 +22,12 @@ from mmcopy.bench.sweep import Setting, SweepRow, advice, best_setting
 from mmcopy.cli import main
 
 Added = Callable[[], list[str]]
-PATHS = ["memcpy", "segment", "shared_memory_staged", "inline"]
+PATHS = ["memcpy", "lease", "segment", "shared_memory_staged", "inline"]
 SMALL = ["bench", "h2d", "--sizes", "4KiB,64KiB", "--batches", "3x4KiB", "--repeats", "3"]
 
 
 def check_records(records: list[dict[str, Any]], paths: list[str], cases: list[tuple[int, int]]) -> None:
-    limit, baselines = paths[0], paths[2:]
+    limit, baselines = paths[0], paths[3:]
     keys = {"path", "nbytes", "count", "median_s", "iqr_s", "gbps", "of_limit", "versus"}
     assert [set(record) for record in records] == [keys] * len(records)
     assert [(r["path"], r["nbytes"], r["count"]) for r in records] == [(p, *case) for case in cases for p in paths]
@@ -54,7 +54,14 @@ def test_json_is_the_last_line_and_agrees_with_itself(
 
 def check_e2e(told: str, limit: str, case: tuple[int, int]) -> None:
     rows = json.loads(told)
-    assert [row["path"] for row in rows] == [limit, "segment", "shared_memory_staged", "inline"]
+    assert [row["path"] for row in rows] == [
+        limit,
+        "lease",
+        "lease_streamed",
+        "segment",
+        "shared_memory_staged",
+        "inline",
+    ]
     for row in rows:
         assert (row["nbytes"], row["count"]) == case
         assert row["gbps"] == pytest.approx(case[0] * case[1] / row["median_s"] / 1e9)
@@ -248,7 +255,7 @@ def test_on_a_gpu_every_path_is_right_and_in_the_output(
     sizes = ["--sizes", "64KiB,1MiB,4097", "--batches", "5x1MiB", "--repeats", "2", "--device", "cuda:0"]
     assert main(["bench", "h2d", *sizes, *options, "--json"]) == 0
     told = capsys.readouterr()
-    paths = ["pinned_h2d", "segment", "shared_memory_staged", "pageable", "inline"]
+    paths = ["pinned_h2d", "lease", "segment", "shared_memory_staged", "pageable", "inline"]
     check_records(json.loads(told.out), paths, [(65536, 1), (1 << 20, 1), (4097, 1), (1 << 20, 5)])
     assert "(cuda:0); driver " in told.err
     assert segments() == []

@@ -5,6 +5,8 @@ torch is never imported: a tensor can only exist where its own library has been.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 from ._native import DTYPES
 from .errors import ArrayTypeError, UnknownDtypeError
 
-__all__ = ["FlatArray", "flatten"]
+__all__ = ["FlatArray", "flatten", "numpy_dtype"]
 
 _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost in dlpack.h
 
@@ -52,6 +54,17 @@ def flatten(array: object) -> FlatArray:
             f"{type(array).__name__} is no array: want numpy, a torch CPU tensor, DLPack or the buffer protocol"
         ) from None
     return _flatten_numpy(np.asarray(view))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype for one of ``DTYPES``: bfloat16 and float8 are ml_dtypes' where that package is installed,
+    otherwise unsigned integers of the same width."""
+    if not name.startswith(("bfloat16", "float8")):
+        return np.dtype(name)
+    if importlib.util.find_spec("ml_dtypes") is None:
+        return np.dtype(np.uint16 if name == "bfloat16" else np.uint8)
+    dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+    return dtype
 
 
 def _flatten_numpy(array: np.ndarray[Any, Any]) -> FlatArray:

@@ -24,7 +24,7 @@ from .leases import LeaseSource
 from .metrics import Metrics
 from .packed import views_into
 from .pipeline import Filling, Pipeline
-from .plan import ALIGN_BYTES, chunk_bytes_for, plan_packed, layout, plan_scattered, plan_window
+from .plan import ALIGN_BYTES, chunk_bytes_for, layout, plan_packed, plan_scattered, plan_window
 from .registered import ArenaRegistry
 from .ring import Slot, StagingRing, wait_for_event
 from .sources import ByteArray, Described, Source
@@ -217,7 +217,9 @@ class CudaDestination:
         rest = [sources[n] for n in staged]
         with (
             self._torch.cuda.device(self._index),
-            self._pipeline.begin(plan, rest, deadline=deadline) if plan.num_chunks else contextlib.nullcontext() as filling,
+            self._pipeline.begin(plan, rest, deadline=deadline)
+            if plan.num_chunks
+            else contextlib.nullcontext() as filling,
         ):
             if out is None:
                 order = dict(zip(direct, starts, strict=True))

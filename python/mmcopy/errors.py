@@ -39,6 +39,7 @@ __all__ = [
     "SegmentNotFoundError",
     "SegmentPermissionError",
     "SegmentSizeError",
+    "SendTimeoutError",
     "UnknownDtypeError",
     "UnsupportedPayloadError",
     "WorkerUnreachableError",
@@ -107,6 +108,10 @@ class RepeatedHandleError(MmcopyError, ValueError):
 
 class ReceiveTimeoutError(MmcopyError, TimeoutError):
     """A receive, or a copy that is part of one, did not finish within its limit."""
+
+
+class SendTimeoutError(MmcopyError, TimeoutError):
+    """A tensor that is sent while it is written was not written within its limit."""
 
 
 class ParallelMismatchError(MmcopyError, ValueError):

@@ -106,13 +106,10 @@ class LeaseOpener:
         try:
             arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
             arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
-            if arena is None or not arena.claim(
-                handle.name, handle.offset, handle.nbytes, handle.owner_id
-            ).release():
+            if arena is None or not arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id).release():
                 return False
         except MmcopyError as error:
             _log.debug("nothing to release for lease %r: %s", handle.name, error)
             return False
         self._metrics.count(Counter.LEASES_RELEASED, "released")
         return True
-

@@ -38,6 +38,11 @@ class Counter(enum.StrEnum):
     """By outcome: how often a worker was asked whether it can read our segments: ok, failed, gone."""
     REMOVE_FAILURES = "remove_failures"
     """By exception class: segments that were ours to remove and could not be."""
+    ARENA_HAND_OVERS = "arena_hand_overs"
+    """By outcome: how often a worker was offered the arena: ok, or the error's class."""
+    LEASE_FALLBACKS = "lease_fallbacks"
+    """By reason: tensors (or requests of several) that went another way than by a lease: full, worker_gone,
+    no_arena."""
     LEASES_RELEASED = "leases_released"
     """By why: received (by the mark that the copy stream writes, or behind the copy), released (unread)."""
     SLOT_WAITS = "slot_waits"

@@ -63,6 +63,12 @@ class Outstanding:
         """Whether ``worker`` was lost and not found again."""
         return worker in self._gone
 
+    def forget(self) -> None:
+        """For a child after ``fork``: all of it is the parent's."""
+        self._lock = threading.Lock()
+        self._worker_of = OrderedDict()
+        self._gone = OrderedDict()
+
     def __len__(self) -> int:
         return len(self._worker_of)
 

@@ -82,8 +82,8 @@ def chunk_bytes_for(total_nbytes: int, *, num_threads: int, slot_bytes: int) -> 
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors side by side begin, and the bytes of all, whole :data:`ALIGN_BYTES`. A sender lays the leases of one
-    request so, too."""
+    """Where tensors side by side begin, and the bytes of all, whole :data:`ALIGN_BYTES`. A sender lays the leases
+    of one request so, too."""
     starts, end = [], 0
     for nbytes in sizes:
         starts.append(end)

@@ -39,12 +39,27 @@ Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
 """Who a tensor is for: one worker, several that all read it, what a route decided, or nobody in particular."""
 
 
+_CURED_BY_AN_ARENA = frozenset(
+    {
+        Reason.SEVERAL_READERS,
+        Reason.NAMESPACE_UNKNOWN,
+        Reason.NAMESPACE_DIFFERS,
+        Reason.UID_DIFFERS,
+        Reason.NOT_PROVED,
+        Reason.PROOF_FAILED,
+    }
+)
+"""What speaks against a file in /dev/shm says nothing against memory that the worker was handed."""
+
+
 class Proofs(Protocol):
     """What asks workers by their sockets; see :class:`mmcopy.proof.Prover`."""
 
     def sharing(self, worker: WorkerSpec) -> Sharing: ...
 
     def is_gone(self, worker: WorkerSpec) -> bool: ...
+
+    def consumer(self, worker: WorkerSpec) -> int | None: ...
 
 
 class Policy:
@@ -86,13 +101,34 @@ class Policy:
         return plan_route(workers, self._resolve, self._sharing)
 
     def choose(self, delivery: Delivery, nbytes: int) -> Choice:
-        """The way of one tensor. A receiver that has gone gets nothing by shared memory, whatever the mode."""
+        """The way of one tensor. A receiver that has gone gets nothing by shared memory, whatever the mode.
+
+        A lease where all receivers have our arena: they hold its memory, so there is nothing left to prove.
+        """
         choice = choose(delivery, nbytes)
+        if (choice.reason is None or choice.reason in _CURED_BY_AN_ARENA) and self.consumers(delivery):
+            return Choice("lease")
         if choice.reason is None:
             for worker in delivery.receivers:
                 if self.is_gone(worker):
                     return Choice("inline", Reason.WORKER_GONE, f"worker {worker.url} has gone")
         return choice
+
+    def consumers(self, delivery: Delivery) -> tuple[int, ...]:
+        """The receivers' numbers as consumers of our arena; none unless all of them have it."""
+        if self._proofs is None or not delivery.receivers:
+            return ()
+        if not delivery.several_readers and len(delivery.receivers) > 1:
+            return ()  # one of them gets it, and nobody says here which
+        numbers = []
+        for worker in delivery.receivers:
+            if not worker.labels.get(ENDPOINT_LABEL) or self._outstanding.is_gone(worker.url):
+                return ()
+            number = self._proofs.consumer(worker)
+            if number is None:
+                return ()
+            numbers.append(number)
+        return tuple(numbers)
 
     def is_gone(self, worker: WorkerSpec) -> bool:
         """Whether the worker was reported to be gone, or its socket has closed."""

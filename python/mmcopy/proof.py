@@ -49,6 +49,12 @@ class _Worker:
     asking: bool = False
     next_ask: float = 0.0
     answered: threading.Event = field(default_factory=threading.Event)
+    offered: SenderLink | None = None
+    """The link over which the arena was offered; not again over the same one."""
+    consumer: int | None = None
+    """The worker's number as a consumer of the arena that went over ``link``."""
+    settled: threading.Event = field(default_factory=threading.Event)
+    """The arena was offered."""
 
 
 class Prover:
@@ -58,6 +64,9 @@ class Prover:
     answer; every other use waits for nothing. A failure drops what was proved; after one the worker is asked again
     ``retry_s`` later, and less and less often. ``on_gone`` is called, from any thread, with the url of a worker whose
     connection has ended. At most ``max_workers`` are remembered.
+
+    ``hand_over`` is called once a connection, on the thread and after the proof: it offers the arena, and returns the
+    worker's number as its consumer, or None.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class Prover:
         max_age_s: float,
         metrics: Metrics,
         on_gone: Callable[[str], object],
+        hand_over: Callable[[SenderLink], int | None] = lambda _link: None,
         first_wait_s: float = 0.25,
         ask_timeout_s: float = 1.0,
         retry_s: float = 1.0,
@@ -76,6 +86,7 @@ class Prover:
         self._max_age_s = max_age_s
         self._metrics = metrics
         self._on_gone = weakref.WeakMethod(on_gone)  # the thread must not keep the sender
+        self._hand_over = hand_over
         self._first_wait_s = first_wait_s
         self._ask_timeout_s = ask_timeout_s
         self._retry_s = retry_s
@@ -102,14 +113,16 @@ class Prover:
             return self._verdict(known)[0]
 
     def prove(self, worker: WorkerSpec, *, timeout_s: float) -> Sharing:
-        """Ask now, and block for the answer, ``timeout_s`` at most."""
+        """Ask now and offer the arena, and block for both, ``timeout_s`` at most."""
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             known = self._known(worker)
             known.next_ask = 0.0
             self._ask_soon(known)
-            answered = known.answered
+            answered, settled = known.answered, known.settled
         if not answered.wait(timeout_s):
             return Sharing(Reason.NOT_PROVED, f"worker {worker.url} did not answer within {timeout_s:g} s")
+        settled.wait(max(0.0, deadline - time.monotonic()))
         with self._lock:
             return self._verdict(known)[0]
 
@@ -123,6 +136,20 @@ class Prover:
             gone = known.gone
         self._report_gone(known)
         return gone
+
+    def consumer(self, worker: WorkerSpec) -> int | None:
+        """The worker's number as a consumer of our arena; None when it has none. Never blocks.
+
+        One that is not connected is connected to, in the background.
+        """
+        with self._lock:
+            known = self._known(worker)
+            self._verdict(known)
+            if known.link is None:
+                self._ask_soon(known)
+            consumer = known.consumer
+        self._report_gone(known)
+        return consumer
 
     def distrust(self, worker: WorkerSpec) -> None:
         """Drop what ``worker`` has proved; it is asked again when it is used."""
@@ -171,7 +198,7 @@ class Prover:
 
     def _unlink(self, known: _Worker) -> SenderLink | None:
         """Its link, which the caller closes: a link that we end ourselves does not say that the worker has gone."""
-        link, known.link = known.link, None
+        link, known.link, known.consumer = known.link, None, None
         return link
 
     def _verdict(self, known: _Worker) -> tuple[Sharing, bool]:
@@ -188,7 +215,7 @@ class Prover:
         return Sharing(Reason.NOT_PROVED, f"worker {known.url} has not answered on {known.path} yet"), False
 
     def _lose(self, known: _Worker) -> None:
-        known.link = None
+        known.link = known.consumer = None
         known.proved_at = None
         known.unreported = known.unreported or not known.gone
         known.gone = True
@@ -201,6 +228,7 @@ class Prover:
             return False
         known.asking = True
         known.answered = threading.Event()
+        known.settled = threading.Event()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mmcopy-proof", daemon=True)
             self._thread.start()
@@ -269,11 +297,26 @@ class Prover:
             known.asking = False
         self._report_gone(known)
         known.answered.set()
+        self._offer(known)
+        known.settled.set()
+
+    def _offer(self, known: _Worker) -> None:
+        with self._lock:
+            link = known.link
+            if link is None or link is known.offered:
+                return
+            known.offered = link
+        consumer = self._hand_over(link)
+        with self._lock:
+            if known.link is link:
+                known.consumer = consumer
 
     def _note(
         self, known: _Worker, link: SenderLink | None, started: float, *, proved: bool, gone: bool, reason: str
     ) -> None:
-        was_connected, known.link = known.link is not None, link
+        was_connected = known.link is not None
+        if link is not known.link:
+            known.link, known.consumer = link, None
         if link is not None:
             known.gone = False
         if proved:

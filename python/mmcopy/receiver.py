@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
 
 from .config import default_num_threads, parse_count, parse_seconds
+from .endpoint import WorkerEndpoint
 from .errors import (
     ClosedError,
     ConfigError,
@@ -21,7 +22,6 @@ from .errors import (
     MmcopyError,
     ReceiveTimeoutError,
 )
-from .endpoint import WorkerEndpoint
 from .host import NumpyDestination, TorchDestination
 from .leases import LeaseOpener
 from .metrics import Counter, Metrics, Stage

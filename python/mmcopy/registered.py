@@ -26,7 +26,7 @@ _MAPPED, _READ_ONLY = 2, 8  # cudaHostRegisterMapped, cudaHostRegisterReadOnly
 
 
 class _Registered:
-    __slots__ = ("arena", "has_marks", "gone_behind", "works")
+    __slots__ = ("arena", "gone_behind", "has_marks", "works")
 
     def __init__(self, arena: _native.ArenaMap, *, works: bool, has_marks: bool) -> None:
         self.arena = arena  # keeps the mapping
@@ -101,7 +101,7 @@ class ArenaRegistry:
                 if not self._warned:
                     self._warned = True
                     _log.warning(
-                        "%s cannot read arena %s of %d bytes in place (%s): its tensors are staged (see `mmcopy doctor`)",
+                        "%s cannot read arena %s of %d bytes in place, it stages its tensors (see `mmcopy doctor`): %s",
                         self._device,
                         arena.instance_id,
                         arena.data_nbytes,

@@ -1,4 +1,4 @@
-"""The sending side: an array becomes a :class:`TensorData` whose bytes are in the message or in a segment.
+"""The sending side: an array becomes a :class:`TensorData` whose bytes are in the message, a segment or a lease.
 
 No call here touches CUDA, and torch is not imported.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self, TypeVar, overload
+
+import numpy as np
 
 from . import _native
-from .arrays import FlatArray, flatten
+from .arena import DEFAULT_ARENA_BYTES, SenderArena
+from .arrays import FlatArray, flatten, numpy_dtype
 from .config import (
     Choice,
     Delivery,
-    Reason,
     Route,
     Sharing,
     TransportConfig,
@@ -28,38 +32,32 @@ from .config import (
     parse_count,
     read_environment,
 )
-from .errors import (
-    CastError,
-    ClosedError,
-    InlineTooLargeError,
-    MmcopyError,
-    NoSpaceError,
-    SegmentExistsError,
-    SegmentIoError,
-    SegmentNotFoundError,
-    SegmentPermissionError,
-)
+from .errors import CastError, MmcopyError
 from .metrics import Counter, Metrics
-from .outstanding import Outstanding
+from .outgoing import Reservation, StreamingSend
 from .policy import ENDPOINT_LABEL, Policy, Target
 from .proof import Prover
-from .tensors import Inline, ShmHandle, TensorData, itemsize_of
+from .publishing import Publisher
+from .tensors import Inline, ShmHandle, TensorData, itemsize_of, nbytes_of
 
 __all__ = ["Sender"]
 
 _log = logging.getLogger(__name__)
 
-# What a failed write is counted as. Anything else is a defect, or the caller's: it is raised.
-_WRITE_FAILURES: tuple[tuple[type[MmcopyError], Reason], ...] = (
-    (NoSpaceError, Reason.NO_SPACE),
-    (SegmentPermissionError, Reason.PERMISSION),
-    (SegmentNotFoundError, Reason.NOT_FOUND),
-    (SegmentExistsError, Reason.EXISTS),
-    (SegmentIoError, Reason.OS_ERROR),
-)
-
 _live: weakref.WeakSet[Sender] = weakref.WeakSet()
 _fork_hook = threading.Lock()  # held for ever once the hook is registered
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Outgoing(NamedTuple):
+    """An array that was looked at."""
+
+    flat: FlatArray
+    dtype: str
+    """What it is cast to."""
+    nbytes: int
+    """After the cast."""
 
 
 class Sender:
@@ -77,6 +75,11 @@ class Sender:
     :meth:`close` leaves handed-over segments alone. If this process is killed, the next sender on the host removes
     what it left. When a worker has gone, :meth:`worker_gone` takes back what was published for it.
 
+    A worker on this host that advertises ``mmcopy_endpoint`` is handed this sender's arena: ``arena_bytes`` of memory,
+    made when the first such worker connects (0: none). Its tensors are leases then, written into memory that the worker
+    has mapped and its GPU reads in place. While the arena is full a send waits ``arena_wait_s`` at most, and the tensor
+    goes by a segment.
+
     ``inline_max_bytes`` bounds a tensor inside the message (gRPC's own default for a whole message is 4 MiB); None
     sets no bound. ``num_threads`` copy threads are used for large tensors (None: one a core, 8 at most).
 
@@ -92,6 +95,8 @@ class Sender:
         inline_max_bytes: int | None = None,
         metrics: Metrics | None = None,
         environ: Mapping[str, str] | None = None,
+        arena_bytes: int = DEFAULT_ARENA_BYTES,
+        arena_wait_s: float = 0.1,
     ) -> None:
         self.config = config or TransportConfig()
         self.metrics = metrics or Metrics()
@@ -102,22 +107,25 @@ class Sender:
         self._num_threads = parse_count(num_threads, setting="Sender.num_threads")
         if inline_max_bytes is not None:
             parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
-        self._inline_max_bytes = inline_max_bytes
+        parse_count(arena_bytes, setting="Sender.arena_bytes", least=0)
+        self._publisher = Publisher(
+            self._shm_dir, num_threads=self._num_threads, inline_max_bytes=inline_max_bytes, metrics=self.metrics
+        )
+        self._arena = SenderArena(arena_bytes, num_threads=self._num_threads, wait_s=arena_wait_s, metrics=self.metrics)
+        self._writers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._owner: _native.SegmentOwner | None = None
-        self._closed_because: str | None = None
-        self._outstanding = self._new_outstanding()
         self._prover = Prover(
             self._shm_dir,
             max_age_s=self.config.proof_max_age_in(environment),
             metrics=self.metrics,
             on_gone=self._socket_closed,
+            hand_over=self._arena.hand_over,
         )
         self._policy = Policy(
             self.config,
             environment,
             shm_dir=self._shm_dir,
-            outstanding=self._outstanding,
+            outstanding=self._publisher.outstanding,
             proofs=self._prover,
         )
         weakref.finalize(self, self._prover.close)
@@ -154,39 +162,93 @@ class Sender:
         Raises :class:`ArrayTypeError`, :class:`UnknownDtypeError`, :class:`CastError`,
         :class:`InlineTooLargeError`, :class:`ClosedError`, :class:`ConfigError` (``worker`` is none).
         """
-        self._check_open()
+        self._publisher.check_open()
         delivery = self._policy.delivery(worker)
-        flat = flatten(array)
-        target = flat.dtype if dtype is None else dtype
-        nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
-        if target != flat.dtype and (flat.dtype, target) not in _native.CASTS:
-            pairs = ", ".join(f"{a} to {b}" for a, b in sorted(_native.CASTS))
-            raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
-        reason = self._policy.choose(delivery, nbytes).reason
-        payload: Inline | ShmHandle | None = None
-        if reason is None:
-            payload, reason = self._write_segment(flat, target, delivery)
-        if reason is not None and reason.is_fallback:
-            self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
-        if payload is None:
-            payload = self._inline(flat, target, nbytes)
-        data = TensorData(target, flat.shape, payload)
-        self.metrics.count(Counter.TENSORS_SENT, data.path, runtime=delivery.runtime)
-        self.metrics.count(Counter.BYTES_SENT, data.path, nbytes, runtime=delivery.runtime)
-        return data
+        return self._send(_look_at(array, dtype), delivery)
+
+    @overload
+    def send_many(
+        self, arrays: Mapping[Key, object], *, dtype: Mapping[Key, str] | str | None = None, worker: Target = None
+    ) -> dict[Key, TensorData]: ...
+    @overload
+    def send_many(
+        self, arrays: Sequence[object], *, dtype: Sequence[str | None] | str | None = None, worker: Target = None
+    ) -> list[TensorData]: ...
+    def send_many(self, arrays: Any, *, dtype: Any = None, worker: Target = None) -> Any:
+        """:meth:`send` for all tensors of one request, in the form of ``arrays``: a dict with its keys, or a list.
+
+        Leases lie side by side, so that one copy brings them to the GPU. ``dtype``: one for all, or in the form of
+        ``arrays``; what a mapping leaves out keeps its dtype. When one cannot be sent, none is: those sent before are
+        taken back. Blocks and raises as :meth:`send`.
+        """
+        self._publisher.check_open()
+        delivery = self._policy.delivery(worker)
+        keys = list(arrays) if isinstance(arrays, Mapping) else list(range(len(arrays)))
+        outgoing = [_look_at(arrays[key], _dtype_of(dtype, key)) for key in keys]
+        sent = self._send_group(outgoing, delivery)
+        return dict(zip(keys, sent, strict=True)) if isinstance(arrays, Mapping) else sent
+
+    def send_streaming(self, array: object, *, dtype: str | None = None, worker: Target = None) -> StreamingSend:
+        """:meth:`send`, but as a lease it returns at once and is written meanwhile by a thread of this sender.
+
+        Send ``.data`` on: the receiver follows the writing. ``array`` must stay as it is until ``.wait()`` has
+        returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
+        """
+        self._publisher.check_open()
+        delivery = self._policy.delivery(worker)
+        out = _look_at(array, dtype)
+        if self._policy.choose(delivery, out.nbytes).path == "lease":
+            writers = self._arena.take([out.nbytes], self._policy.consumers(delivery))
+            if writers is not None:
+                data = self._sent(out, _handle(writers[0]), delivery)
+                return StreamingSend(data, self._write_later(writers[0], out))
+        return StreamingSend(self._send(out, delivery), None)
+
+    def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None) -> Reservation:
+        """Memory for a tensor, to write into: where it is a lease, the receiver's GPU reads what is written there.
+
+        ``.array`` is a numpy array (bfloat16 and float8 as ml_dtypes' types, or as unsigned integers of the same width
+        without that package). ``.commit()`` returns what goes into the message; a reservation that is dropped is given
+        back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. Blocks while the
+        arena is full, ``arena_wait_s`` at most.
+        """
+        self._publisher.check_open()
+        delivery = self._policy.delivery(worker)
+        shape = tuple(shape)
+        nbytes = nbytes_of(dtype, shape)
+        writers = None
+        if self._policy.choose(delivery, nbytes).path == "lease":
+            writers = self._arena.take([nbytes], self._policy.consumers(delivery))
+        if writers is None:
+            memory = np.empty(shape, numpy_dtype(dtype))
+            bytes_of = memory.reshape(-1).view(np.uint8)
+
+            def send() -> TensorData:
+                self._publisher.check_open()
+                return self._send(_Outgoing(FlatArray(dtype, shape, bytes_of), dtype, nbytes), delivery)
+
+            return Reservation(memory, send, lambda: None)
+        (writer,) = writers
+        array = np.frombuffer(writer, numpy_dtype(dtype), math.prod(shape)).reshape(shape)
+
+        def commit() -> TensorData:
+            writer.commit()
+            out = _Outgoing(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
+            return self._sent(out, _handle(writer), delivery)
+
+        return Reservation(array, commit, writer.abort)
 
     def cancel(self, data: TensorData) -> bool:
-        """Take ``data`` back: its segment is removed. True when it was still there.
+        """Take ``data`` back: its segment is removed, its lease can be claimed no more. True when it was still there.
 
-        For a message that was not handed over. Harmless for inline data, and for a segment that is gone already.
+        For a message that was not handed over. Harmless for inline data, and for what is gone already.
         """
-        if not isinstance(data.payload, ShmHandle):
+        handle = data.payload
+        if not isinstance(handle, ShmHandle):
             return False
-        self._outstanding.discard(data.payload.name)
-        removed = _native.unlink_segment(self._shm_dir, data.payload.name)
-        if removed:
-            self.metrics.count(Counter.SEGMENTS_REMOVED, "cancelled")
-        return removed
+        if handle.is_lease:
+            return self._arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        return self._publisher.cancel(handle.name)
 
     @contextlib.contextmanager
     def guard(self, *data: TensorData) -> Iterator[None]:
@@ -214,11 +276,11 @@ class Sender:
         what is older than the last thousand segments. Blocks for the removals only.
         """
         url = worker.url if isinstance(worker, WorkerSpec) else worker
-        return self._take_back(self._outstanding.lose(url))
+        return self._publisher.take_back(self._publisher.outstanding.lose(url))
 
     def worker_back(self, worker: WorkerSpec | str) -> bool:
         """Use shared memory for ``worker`` (or its url) again; True when it was gone before."""
-        return self._outstanding.find(worker.url if isinstance(worker, WorkerSpec) else worker)
+        return self._publisher.outstanding.find(worker.url if isinstance(worker, WorkerSpec) else worker)
 
     def prove(self, worker: WorkerSpec, *, timeout_s: float = 1.0) -> Sharing:
         """Find out now whether ``worker`` can read our segments, and block for the answer, ``timeout_s`` at most.
@@ -226,7 +288,7 @@ class Sender:
         Without it the first :meth:`send` under ``auto`` finds out, and waits a quarter of a second at most. A worker
         with the label ``mmcopy_endpoint`` is asked; of others the labels tell. Raises :class:`ClosedError`.
         """
-        self._check_open()
+        self._publisher.check_open()
         if worker.labels.get(ENDPOINT_LABEL):
             return self._prover.prove(worker, timeout_s=timeout_s)
         return self._policy.by_labels(worker)
@@ -239,15 +301,24 @@ class Sender:
         if worker.labels.get(ENDPOINT_LABEL):
             self._prover.distrust(worker)
 
-    def close(self) -> None:
-        """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone."""
+    @property
+    def leases_out(self) -> int:
+        """Leases that receivers have not given back, and those that are being written."""
+        arena = self._arena.native
+        return 0 if arena is None else int(arena.statistics()["leases_out"])
+
+    def close(self, *, linger_s: float = 5.0) -> None:
+        """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone.
+
+        Leases that are out can be received for ``linger_s`` seconds more: blocks until all are, at most so long.
+        """
         with self._lock:
-            if self._closed_because is None:
-                self._closed_because = "the sender is closed"
-            owner, self._owner = self._owner, None
+            writers, self._writers = self._writers, None
+        if writers is not None:
+            writers.shutdown(wait=True)
+        self._publisher.close()
+        self._arena.close(linger_s=linger_s)
         self._prover.close()
-        if owner is not None:
-            owner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -257,91 +328,95 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _write_segment(
-        self, flat: FlatArray, target: str, delivery: Delivery
-    ) -> tuple[ShmHandle, None] | tuple[None, Reason]:
-        try:
-            owner = self._owned()
-            name = owner.next_name()
-            written = _native.write_segment(
-                self._shm_dir,
-                name,
-                flat.data,
-                src_dtype=flat.dtype,
-                dst_dtype=target,
-                num_threads=self._num_threads,
-            )
-        except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
-            reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
-            self.metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=delivery.runtime)
-            _log.warning("a tensor goes inline, its segment could not be written: %s", error)
-            return None, reason
-        # Several receivers: one of them gets it, and nobody says here which.
-        if len(delivery.receivers) == 1:
-            worker = delivery.receivers[0]
-            noted = self._outstanding.add(worker.url, name)
-            if not noted or self._policy.is_gone(worker):  # it went while this was written
-                self._outstanding.discard(name)
-                self._take_back([name])
-                return None, Reason.WORKER_GONE
-        return ShmHandle(name, 0, written, f"mmcopy:{owner.instance_id}"), None
+    def _send(self, out: _Outgoing, delivery: Delivery) -> TensorData:
+        choice = self._policy.choose(delivery, out.nbytes)
+        if choice.path == "lease":
+            writers = self._arena.take([out.nbytes], self._policy.consumers(delivery))
+            if writers is not None:
+                self._write(writers[0], out)
+                return self._sent(out, _handle(writers[0]), delivery)
+        payload: Inline | ShmHandle | None = None
+        reason = delivery.reason if choice.path == "lease" else choice.reason
+        if reason is None:
+            payload, reason = self._publisher.segment(out.flat, out.dtype, delivery, is_gone=self._policy.is_gone)
+        if reason is not None and reason.is_fallback:
+            self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
+        return self._sent(out, payload or self._publisher.inline(out.flat, out.dtype, out.nbytes), delivery)
 
-    def _take_back(self, names: Sequence[str]) -> int:
-        removed = 0
-        for name in names:
-            try:
-                removed += _native.unlink_segment(self._shm_dir, name)
-            except MmcopyError as error:
-                self.metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
-                _log.warning("could not take back a segment: %s", error)
-        if removed:
-            self.metrics.count(Counter.SEGMENTS_REMOVED, "worker_gone", removed)
-        return removed
+    def _send_group(self, outgoing: Sequence[_Outgoing], delivery: Delivery) -> list[TensorData]:
+        """Those that can be leases as one group, the others one by one; all, or none."""
+        sent: dict[int, TensorData] = {}
+        grouped = [n for n, out in enumerate(outgoing) if self._policy.choose(delivery, out.nbytes).path == "lease"]
+        try:
+            writers = None
+            if grouped:
+                sizes = [outgoing[n].nbytes for n in grouped]
+                writers = self._arena.take(sizes, self._policy.consumers(delivery))
+            for n, writer in zip(grouped, writers or (), strict=writers is not None):
+                self._write(writer, outgoing[n])
+                sent[n] = self._sent(outgoing[n], _handle(writer), delivery)
+            for n, out in enumerate(outgoing):
+                if n not in sent:
+                    sent[n] = self._send(out, delivery)
+        except BaseException:
+            for data in sent.values():
+                with contextlib.suppress(MmcopyError):
+                    self.cancel(data)
+            raise
+        return [sent[n] for n in range(len(outgoing))]
+
+    def _write(self, writer: _native.LeaseWriter, out: _Outgoing) -> None:
+        try:
+            writer.write(out.flat.data, src_dtype=out.flat.dtype, dst_dtype=out.dtype, num_threads=self._num_threads)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _write_later(self, writer: _native.LeaseWriter, out: _Outgoing) -> Future[None]:
+        with self._lock:
+            self._publisher.check_open()
+            if self._writers is None:
+                self._writers = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-send")
+            return self._writers.submit(self._write, writer, out)
+
+    def _sent(self, out: _Outgoing, payload: Inline | ShmHandle, delivery: Delivery) -> TensorData:
+        data = TensorData(out.dtype, out.flat.shape, payload)
+        self.metrics.count(Counter.TENSORS_SENT, data.path, runtime=delivery.runtime)
+        self.metrics.count(Counter.BYTES_SENT, data.path, out.nbytes, runtime=delivery.runtime)
+        return data
 
     def _socket_closed(self, url: str) -> None:
-        self._take_back(self._outstanding.take(url))
-
-    def _new_outstanding(self) -> Outstanding:
-        directory = self._shm_dir
-        return Outstanding(lambda name: os.path.lexists(os.path.join(directory, name)))  # noqa: PTH118
-
-    def _inline(self, flat: FlatArray, target: str, nbytes: int) -> Inline:
-        limit = self._inline_max_bytes
-        if limit is not None and nbytes > limit:
-            raise InlineTooLargeError(
-                f"{target} {list(flat.shape)} takes {nbytes} bytes inside the message, "
-                f"inline_max_bytes allows {limit}: raise it, or let the transport use shared memory"
-            )
-        if target == flat.dtype:
-            return Inline(flat.data.tobytes())
-        cast = bytearray(nbytes)
-        _native.cast_into(flat.data, flat.dtype, cast, target, num_threads=self._num_threads)
-        return Inline(cast)
-
-    def _owned(self) -> _native.SegmentOwner:
-        """This sender's name on the host, taken with its first segment; what dead senders left is removed then."""
-        with self._lock:
-            self._check_open()
-            if self._owner is None:
-                names, _ = _native.sweep(self._shm_dir)
-                if names:
-                    self.metrics.count(Counter.SEGMENTS_REMOVED, "swept", len(names))
-                    _log.info("removed %d segments of senders that are gone", len(names))
-                self._owner = _native.SegmentOwner(self._shm_dir)
-            return self._owner
-
-    def _check_open(self) -> None:
-        if self._closed_because is not None:
-            raise ClosedError(self._closed_because)
+        self._publisher.take_back(self._publisher.outstanding.take(url))
 
     def _disown(self) -> None:
-        self._closed_because = "the sender belongs to the process that this one was forked from"
-        self._lock = threading.Lock()  # the parent's may have been held at the fork
-        self._outstanding = self._new_outstanding()
+        self._lock = threading.Lock()
+        self._writers = None
+        self._publisher.forget()
+        self._arena.forget()
         self._prover.forget()
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner.forget()
+
+
+def _look_at(array: object, dtype: str | None) -> _Outgoing:
+    """Raises what :meth:`Sender.send` raises for an array or a cast that is not possible."""
+    flat = flatten(array)
+    target = flat.dtype if dtype is None else dtype
+    nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
+    if target != flat.dtype and (flat.dtype, target) not in _native.CASTS:
+        pairs = ", ".join(f"{a} to {b}" for a, b in sorted(_native.CASTS))
+        raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
+    return _Outgoing(flat, target, nbytes)
+
+
+def _dtype_of(dtype: Any, key: Any) -> str | None:
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
+    return found
+
+
+def _handle(writer: _native.LeaseWriter) -> ShmHandle:
+    return ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
 
 
 def _disown_all() -> None:

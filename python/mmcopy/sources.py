@@ -172,7 +172,8 @@ class SourceOpener:
                 segment.close()
 
     def release(self, items: Sequence[TensorData | ShmHandle]) -> int:
-        """Remove the segments and release the leases that ``items`` name, unread; how many. Never raises for a bad handle."""
+        """Remove the segments and release the leases that ``items`` name, unread; how many. Never raises for a bad
+        handle."""
         removed = 0
         for handle in _handles(items):
             if handle.is_lease:

@@ -58,7 +58,8 @@ class ShmHandle:
 
     @property
     def is_lease(self) -> bool:
-        """Whether it is meant to name a lease of an arena and not a file; whether it does is found out by claiming it."""
+        """Whether it is meant to name a lease of an arena and not a file; whether it does is found out by claiming
+        it."""
         return self.name.startswith(LEASE_PREFIX)
 
     def __post_init__(self) -> None:

@@ -12,9 +12,9 @@ from mmcopy.config import TransportConfig
 from mmcopy.sender import Sender
 
 from . import baselines
-from .h2d import SHM_DIR
+from .h2d import CONNECT_LIMIT_S, SHM_DIR
 from .load import BytesDifferError, Load
-from .paths import Path, Role, Segments, free_bytes
+from .paths import Leases, Path, Role, Segments, arena_bytes_for, free_bytes
 from .peer import Limit, Peer, Receive, digest
 from .place import CudaPlace, HostPlace
 from .plan import Case, Effort, check_space, turn
@@ -72,8 +72,14 @@ def run_e2e(
     roles: dict[str, Role] = {}
     with (
         Peer(device, num_threads=num_threads, shm_dir=SHM_DIR) as peer,
-        Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=SHM_DIR, num_threads=num_threads) as sender,
+        Sender(
+            TransportConfig(mode="shm", shm_min_bytes=0),
+            shm_dir=SHM_DIR,
+            num_threads=num_threads,
+            arena_bytes=arena_bytes_for(cases),
+        ) as sender,
     ):
+        sender.prove(peer.worker, timeout_s=CONNECT_LIMIT_S)
         say(peer.header)
         for number, case in enumerate(cases, 1):
             load = Load(case, HostPlace(), seed=number)
@@ -125,6 +131,8 @@ def _limit_name(device: str) -> str:
 
 def _paths(load: Load, sender: Sender, peer: Peer, *, limit: str) -> list[Path]:
     segments = Segments(sender, load, shm_dir=SHM_DIR)
+    leases = Leases(sender, peer.worker, load)
+    streamed = Leases(sender, peer.worker, load, is_streamed=True)
 
     def receive(name: str) -> Callable[[Any], Any]:
         return lambda message: peer.ask(Receive(name, message))
@@ -135,6 +143,10 @@ def _paths(load: Load, sender: Sender, peer: Peer, *, limit: str) -> list[Path]:
     total = load.case.total_bytes
     return [
         Path(limit, Role.LIMIT, lambda: None, lambda _: peer.ask(Limit(total))),
+        Path("lease", Role.OURS, leases.publish, receive("lease"), leases.settle, leases.cancel),
+        Path(
+            "lease_streamed", Role.OURS, streamed.publish, receive("lease_streamed"), streamed.settle, streamed.cancel
+        ),
         Path("segment", Role.OURS, segments.publish, receive("segment"), segments.settle, segments.cancel),
         Path(
             "shared_memory_staged",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmcopy.config import TransportConfig
+from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.policy import ENDPOINT_LABEL
 from mmcopy.receiver import Receiver
 from mmcopy.sender import Sender
 
 from .load import Load
 from .machine import describe
-from .paths import Role, free_bytes, h2d_paths
+from .paths import Role, arena_bytes_for, free_bytes, h2d_paths
 from .place import framework_for, place_for
 from .plan import Case, Effort, check_space
 from .report import Row, rows_of
@@ -22,6 +25,9 @@ __all__ = ["SHM_DIR", "H2dResult", "h2d_table", "run_h2d"]
 
 SHM_DIR = "/dev/shm"
 """Where SharedMemory, and so a baseline, looks."""
+
+CONNECT_LIMIT_S = 60.0
+"""For making an arena and handing it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,23 @@ def run_h2d(
     rows: list[Row] = []
     roles: dict[str, Role] = {}
     with (
-        Receiver(device, framework=framework_for(device), shm_dir=SHM_DIR, num_threads=num_threads) as receiver,
-        Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=SHM_DIR) as sender,
+        tempfile.TemporaryDirectory(prefix="mmcopy-bench-") as directory,
+        WorkerEndpoint(directory) as endpoint,
+        Receiver(
+            device, framework=framework_for(device), shm_dir=SHM_DIR, num_threads=num_threads, endpoint=endpoint
+        ) as receiver,
+        Sender(
+            TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=SHM_DIR, arena_bytes=arena_bytes_for(cases)
+        ) as sender,
     ):
+        worker = WorkerSpec("bench", labels={ENDPOINT_LABEL: endpoint.path})
+        sender.prove(worker, timeout_s=CONNECT_LIMIT_S)
         place = place_for(device)
         header = describe(device)
         say(header)
         for number, case in enumerate(cases, 1):
             load = Load(case, place, seed=number)
-            paths = h2d_paths(load, sender, receiver, shm_dir=SHM_DIR)
+            paths = h2d_paths(load, sender, receiver, shm_dir=SHM_DIR, worker=worker)
             seconds = measure(paths, load, effort, poll=poll)
             rows += rows_of(case, paths, seconds)
             roles.update({path.name: path.role for path in paths})
@@ -109,7 +123,8 @@ def h2d_notes(result: H2dResult) -> str:
         lines.append("The limit of a batch is one contiguous copy of all its bytes.")
     lines += [
         "versus: speed over the fastest baseline of the case.",
-        "Time runs from the message to the synchronised device. Segments are new each time; publishing is not timed.",
+        "Time runs from the message to the synchronised device; publishing is not timed. Segments are new each",
+        "time; the arena that leases are in is not, it was registered once.",
         "GB/s is 1e9 bytes a second; KiB, MiB and GiB are powers of 1024.",
     ]
     return "\n".join(lines)

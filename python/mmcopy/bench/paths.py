@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from mmcopy.config import WorkerSpec
 from mmcopy.errors import MmcopyError, NoSpaceError
 from mmcopy.receiver import Receiver
 from mmcopy.sender import Sender
@@ -17,8 +19,19 @@ from mmcopy.tensors import ShmHandle, TensorData
 
 from . import baselines
 from .load import Load
+from .plan import PAGE_BYTES, Case
 
-__all__ = ["LeftBehindError", "Path", "Role", "Segments", "free_bytes", "h2d_paths", "segment_path"]
+__all__ = [
+    "Leases",
+    "LeftBehindError",
+    "Path",
+    "Role",
+    "Segments",
+    "arena_bytes_for",
+    "free_bytes",
+    "h2d_paths",
+    "segment_path",
+]
 
 GONE_LIMIT_S = 10.0
 FREED_LIMIT_S = 0.2
@@ -116,6 +129,55 @@ class Segments:
             self._sender.cancel(data)
 
 
+class Leases:
+    """Publishes a load through a sender's arena, all tensors of a request at once."""
+
+    def __init__(self, sender: Sender, worker: WorkerSpec, load: Load, *, is_streamed: bool = False) -> None:
+        self._sender = sender
+        self._worker = worker
+        self._load = load
+        self._is_streamed = is_streamed
+
+    def publish(self) -> list[TensorData]:
+        """One lease a tensor; with ``is_streamed`` they are still being written. Raises :class:`NoSpaceError`."""
+        if self._is_streamed:
+            self._writing = [self._sender.send_streaming(part, worker=self._worker) for part in self._load.parts]
+            sent = [writing.data for writing in self._writing]
+        else:
+            self._writing = []
+            sent = self._sender.send_many(self._load.parts, worker=self._worker)
+        if any(data.path != "lease" for data in sent):
+            self.cancel(sent)
+            raise NoSpaceError(
+                f"{self._load.case.label}: not every tensor found room in the arena, or a worker took none"
+            )
+        return sent
+
+    def settle(self, sent: Sequence[TensorData]) -> None:
+        """Wait until the arena is empty again. Raises :class:`LeftBehindError`."""
+        for writing in self._writing:
+            writing.wait()
+        deadline = time.monotonic() + GONE_LIMIT_S
+        while (out := self._sender.leases_out) > 0:
+            if time.monotonic() > deadline:
+                self.cancel(sent)
+                raise LeftBehindError(f"{out} leases were not released within {GONE_LIMIT_S} s")
+            time.sleep(POLL_S)
+
+    def cancel(self, sent: Sequence[TensorData]) -> None:
+        """Take back what nobody has received."""
+        for writing in self._writing:
+            with contextlib.suppress(MmcopyError):
+                writing.wait()
+        for data in sent:
+            self._sender.cancel(data)
+
+
+def arena_bytes_for(cases: Sequence[Case]) -> int:
+    """An arena in which each case finds room."""
+    return max(case.count * -(-case.nbytes // PAGE_BYTES) * PAGE_BYTES for case in cases) + (1 << 20)
+
+
 def named(sent: Sequence[TensorData]) -> list[baselines.Named]:
     """Names and sizes, as plain code would get them."""
     return [(data.payload.name, data.nbytes) for data in sent if isinstance(data.payload, ShmHandle)]
@@ -126,8 +188,12 @@ def segment_path(name: str, receiver: Receiver, segments: Segments) -> Path:
     return Path(name, Role.OURS, segments.publish, receiver.receive, segments.settle, segments.cancel)
 
 
-def h2d_paths(load: Load, sender: Sender, receiver: Receiver, *, shm_dir: str) -> list[Path]:
+def h2d_paths(
+    load: Load, sender: Sender, receiver: Receiver, *, shm_dir: str, worker: WorkerSpec | None = None
+) -> list[Path]:
     """Everything that ``mmcopy bench h2d`` compares, the limit first.
+
+    With ``worker``, which the receiver is, ``sender``'s leases are among them.
 
     The limit is one copy of all the load's bytes, a batch's too, out of memory that is pinned and filled already into
     memory that exists: nothing that starts from elsewhere can be faster.
@@ -151,6 +217,9 @@ def h2d_paths(load: Load, sender: Sender, receiver: Receiver, *, shm_dir: str) -
         segment_path("segment", receiver, segments),
         plain("shared_memory_staged", baselines.shared_memory_staged),
     ]
+    if worker is not None:
+        leases = Leases(sender, worker, load)
+        paths.insert(1, Path("lease", Role.OURS, leases.publish, receiver.receive, leases.settle, leases.cancel))
     if place.is_gpu:  # in host memory nothing is pinned anyway
         paths.append(plain("pageable", baselines.pageable))
     paths.append(

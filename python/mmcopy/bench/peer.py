@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from mmcopy.config import WorkerSpec
+from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError
+from mmcopy.policy import ENDPOINT_LABEL
 from mmcopy.receiver import Receiver
 
 from . import baselines
@@ -57,6 +61,7 @@ class Received:
 @dataclass(frozen=True, slots=True)
 class Ready:
     header: str
+    endpoint: str
 
 
 def digest(arrays: Sequence[Any]) -> str:
@@ -79,10 +84,13 @@ class Peer:
         self._process.start()
         theirs.close()
         try:
-            self.header: str = self._answer(START_LIMIT_S).header
+            ready: Ready = self._answer(START_LIMIT_S)
         except BaseException:
             self.close()
             raise
+        self.header = ready.header
+        self.worker = WorkerSpec("bench", labels={ENDPOINT_LABEL: ready.endpoint})
+        """Who a sender has to be told that it sends to."""
 
     def ask(self, request: Receive | Limit) -> Received:
         """Send a request and wait for its answer. Raises :class:`PeerError`."""
@@ -124,12 +132,18 @@ class Peer:
 def _serve(connection: Connection, device: str, num_threads: int | None, shm_dir: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, who closes the connection
     try:
-        with Receiver(device, framework=framework_for(device), shm_dir=shm_dir, num_threads=num_threads) as receiver:
+        with (
+            tempfile.TemporaryDirectory(prefix="mmcopy-bench-") as directory,
+            WorkerEndpoint(directory) as endpoint,
+            Receiver(
+                device, framework=framework_for(device), shm_dir=shm_dir, num_threads=num_threads, endpoint=endpoint
+            ) as receiver,
+        ):
             from .machine import describe
 
             place = place_for(device)
             serving = _Serving(receiver, place, shm_dir)
-            connection.send(Ready(describe(device)))
+            connection.send(Ready(describe(device), endpoint.path))
             while True:
                 try:
                     request = connection.recv()
@@ -150,6 +164,8 @@ class _Serving:
     def __init__(self, receiver: Receiver, place: Place, shm_dir: str) -> None:
         self._place = place
         self._paths: dict[str, Callable[[Any], Sequence[Any]]] = {
+            "lease": receiver.receive,
+            "lease_streamed": receiver.receive,
             "segment": receiver.receive,
             "shared_memory_staged": lambda named: baselines.shared_memory_staged(place, named, shm_dir=shm_dir),
             "inline": lambda messages: baselines.inline(place, messages),

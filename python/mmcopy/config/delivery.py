@@ -92,7 +92,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which way one tensor goes: ``"segment"`` (no reason) or ``"inline"`` with the reason, in a word and in words."""
+    """Which way one tensor goes: ``"lease"`` or ``"segment"`` (no reason), or ``"inline"`` with the reason, in a
+    word and in words."""
 
     path: str
     reason: Reason | None = None

@@ -1,0 +1,119 @@
+"""A sender's arena: made when the first worker can take it, handed over once a connection.
+
+Leases go to workers whose connection stands; for all others there are segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from . import _native
+from .endpoint import SenderLink
+from .errors import ArenaError, ArenaFullError, ClosedError, ConfigError, MmcopyError
+from .metrics import Counter, Metrics
+
+__all__ = ["DEFAULT_ARENA_BYTES", "SenderArena"]
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_ARENA_BYTES = 512 << 20
+"""Eight requests of 64 MiB at once. It is taken when the first worker connects, and not before."""
+
+HAND_OVER_LIMIT_S = 5.0
+_POLL_S = 0.002
+
+
+class SenderArena:
+    """Memory that is leased to workers on this host. Thread-safe.
+
+    ``nbytes`` 0 switches it off. Where it cannot be made (too little memory, a kernel without memfd) that is logged
+    once, counted, and segments are used.
+    """
+
+    def __init__(self, nbytes: int, *, num_threads: int, wait_s: float, metrics: Metrics) -> None:
+        self._nbytes = nbytes
+        self._num_threads = num_threads
+        self._wait_s = wait_s
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._arena: _native.Arena | None = None
+        self._is_off = nbytes == 0
+
+    @property
+    def native(self) -> _native.Arena | None:
+        """The arena, once it was made."""
+        return self._arena
+
+    def hand_over(self, link: SenderLink) -> int | None:
+        """Give the worker at the other end of ``link`` the arena, and make it first if need be.
+
+        Its number as a consumer; None when there is no arena or the worker refuses it. Blocks for seconds at most,
+        without the GIL: not for the sending path.
+        """
+        arena = self._made()
+        if arena is None:
+            return None
+        try:
+            consumer = arena.hand_over(link.native, timeout_s=HAND_OVER_LIMIT_S)
+        except MmcopyError as error:
+            self._metrics.count(Counter.ARENA_HAND_OVERS, type(error).__name__)
+            _log.info("worker at %s takes no arena, it gets segments: %s", link.path, error)
+            return None
+        self._metrics.count(Counter.ARENA_HAND_OVERS, "ok")
+        return consumer
+
+    def take(
+        self, sizes: Sequence[int], consumers: Sequence[int], *, wait_s: float | None = None
+    ) -> list[_native.LeaseWriter] | None:
+        """Leases side by side, one a size, for all of ``consumers``; None, and counted why, when there are none.
+
+        Blocks, without the GIL, while the arena is full, ``wait_s`` at most (None: as the sender was told).
+        """
+        arena = self._arena
+        if arena is None:
+            return None
+        try:
+            return arena.take(list(sizes), list(consumers), timeout_s=self._wait_s if wait_s is None else wait_s)
+        except ArenaFullError as error:
+            self._metrics.count(Counter.LEASE_FALLBACKS, "full")
+            _log.info("no lease: %s", error)
+        except (ConfigError, ClosedError):
+            self._metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")  # it went between the choice and this
+        return None
+
+    def cancel(self, name: str, offset: int, nbytes: int, owner_id: str) -> bool:
+        """Take a lease back that was not handed over; False when it is over, or nobody's. Never blocks."""
+        arena = self._arena
+        return arena is not None and arena.cancel(name, offset, nbytes, owner_id)
+
+    def close(self, *, linger_s: float) -> None:
+        """Give out nothing more. Leases that are out can be received for ``linger_s`` seconds more: blocks for them."""
+        with self._lock:
+            self._is_off = True
+            arena, self._arena = self._arena, None
+        if arena is None or arena.closed:
+            return
+        deadline = time.monotonic() + linger_s
+        while arena.statistics()["leases_out"] and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        arena.close(5.0)
+
+    def forget(self) -> None:
+        """For a child after ``fork``: the arena is the parent's."""
+        self._lock = threading.Lock()
+        self._is_off = True
+        self._arena = None
+
+    def _made(self) -> _native.Arena | None:
+        with self._lock:
+            if self._arena is None and not self._is_off:
+                try:
+                    self._arena = _native.Arena(self._nbytes, num_threads=self._num_threads)
+                except ArenaError as error:
+                    self._is_off = True
+                    self._metrics.count(Counter.LEASE_FALLBACKS, "no_arena")
+                    _log.warning("no arena of %d bytes, tensors go by segments: %s", self._nbytes, error)
+            return self._arena

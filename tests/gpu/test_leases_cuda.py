@@ -1,0 +1,297 @@
+"""Leases onto cuda:0: read in place, given back behind the copy, and never before it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmcopy import (
+    DTYPES,
+    Inline,
+    LeaseOwnerGoneError,
+    Metrics,
+    Receiver,
+    Sender,
+    ShmHandle,
+    TensorData,
+    TransportConfig,
+    WorkerSpec,
+)
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.metrics import Counter
+
+from ..conftest import settle
+from .test_receiver_cuda import hold, random_bytes, raw
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+EDGES = [1, 255, 256, 257, 65536, MIB - 1, MIB + 1, 9 * MIB + 5, 33 * MIB]
+ALWAYS = TransportConfig(mode="auto", shm_min_bytes=1)
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def endpoint(tmp_path: pathlib.Path) -> Iterator[WorkerEndpoint]:
+    with WorkerEndpoint(tmp_path / "s") as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def receiver(endpoint: WorkerEndpoint) -> Iterator[Receiver]:
+    with Receiver("cuda:0", staging_bytes=4 * MIB, timeout_s=20, endpoint=endpoint) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def worker(endpoint: WorkerEndpoint) -> WorkerSpec:
+    return WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": endpoint.path})
+
+
+@pytest.fixture
+def sender(receiver: Receiver, worker: WorkerSpec, segments: Callable[[], list[str]]) -> Iterator[Sender]:
+    with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
+        sender.prove(worker, timeout_s=20)
+        yield sender
+        assert settle(lambda: sender.leases_out == 0)
+    assert segments() == []
+
+
+def destination(receiver: Receiver) -> Any:
+    return receiver._destination
+
+
+@pytest.mark.parametrize("nbytes", EDGES)
+def test_edge_sizes(sender: Sender, receiver: Receiver, worker: WorkerSpec, nbytes: int) -> None:
+    source = random_bytes(nbytes, nbytes)
+    data = sender.send(source, worker=worker)
+    assert data.path == "lease"
+    assert raw(receiver.receive(data)) == source.tobytes()
+    assert destination(receiver)._arenas.num_registered == 1
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype(sender: Sender, receiver: Receiver, worker: WorkerSpec, dtype: str) -> None:
+    bits = random_bytes(DTYPES[dtype] * 35, 3) & (1 if dtype == "bool" else 255)
+    tensor = receiver.receive(TensorData(dtype, (5, 7), sender.send(bits, worker=worker).payload))
+    assert (tuple(tensor.shape), str(tensor.dtype)) == ((5, 7), f"torch.{dtype}")
+    assert raw(tensor) == bits.tobytes()
+
+
+def test_one_request_is_one_copy(
+    sender: Sender, receiver: Receiver, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    stream = destination(receiver)._copy_stream
+    copy = type(stream).copy
+
+    def counted(self: Any, dst: int, src: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        copy(self, dst, src, nbytes)
+
+    monkeypatch.setattr(type(stream), "copy", counted)
+    sources = [random_bytes(65536 + 8 * n, n) for n in range(64)]
+    tensors = receiver.receive(sender.send_many(sources, worker=worker))
+    assert [raw(t) for t in tensors] == [s.tobytes() for s in sources]
+    assert len(copies) == 1
+    copies.clear()
+    out = [tensor.clone() for tensor in tensors]
+    receiver.receive(sender.send_many(sources[::-1], worker=worker), out=out[::-1])
+    assert [raw(t) for t in out] == [s.tobytes() for s in sources]
+    assert sum(copies) == sum(len(s) for s in sources)  # nothing between caller's tensors was written
+
+
+def test_leases_segments_and_inline_in_one_request(sender: Sender, receiver: Receiver, worker: WorkerSpec) -> None:
+    rng = np.random.default_rng(11)
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1)) as plain:
+        for round_ in range(30):
+            sources = [random_bytes(int(n), round_) for n in rng.integers(1, 3 * MIB, rng.integers(1, 9))]
+            items = []
+            for n, source in enumerate(sources):
+                if n % 3 == 0:
+                    items.append(sender.send(source, worker=worker))
+                elif n % 3 == 1:
+                    items.append(plain.send(source))
+                else:
+                    items.append(TensorData("uint8", source.shape, Inline(source.tobytes())))
+            assert [raw(t) for t in receiver.receive(items)] == [s.tobytes() for s in sources]
+
+
+def test_a_lease_comes_back_behind_its_copy_and_not_before(
+    torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
+) -> None:
+    hold(torch, destination(receiver)._copy_stream.stream, 300)
+    data = sender.send(random_bytes(MIB, 1), worker=worker)
+    tensor = receiver.receive(data)  # returns while the copy waits
+    time.sleep(0.05)
+    assert sender.leases_out == 1
+    assert raw(tensor) == random_bytes(MIB, 1).tobytes()
+    assert settle(lambda: sender.leases_out == 0)
+    assert receiver.metrics.get(Counter.LEASES_RELEASED, "received") == 1
+
+
+def test_blocks_are_not_reused_under_a_slow_copy_stream(
+    torch: Any, endpoint: WorkerEndpoint, receiver: Receiver, worker: WorkerSpec
+) -> None:
+    """An arena of four blocks: the fifth lease must wait for the first one's copy, hundreds of times."""
+    with Sender(ALWAYS, arena_bytes=4 * MIB, arena_wait_s=20) as sender:
+        sender.prove(worker, timeout_s=20)
+        for round_ in range(60):
+            hold(torch, destination(receiver)._copy_stream.stream, 3)
+            sources = [random_bytes(MIB, round_ * 10 + n) for n in range(8)]
+            tensors = []
+            for source in sources:
+                data = sender.send(source, worker=worker)
+                assert data.path == "lease"
+                tensors.append(receiver.receive(data))
+            assert [raw(t) for t in tensors] == [s.tobytes() for s in sources]
+        assert settle(lambda: sender.leases_out == 0)
+
+
+def test_the_callers_stream_sees_the_bytes_without_a_host_wait(
+    torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
+) -> None:
+    stream = torch.cuda.Stream()
+    for seed in range(200):
+        source = random_bytes(MIB + seed, seed)
+        if seed % 10 == 0:
+            hold(torch, destination(receiver)._copy_stream.stream, 2)
+        with torch.cuda.stream(stream):
+            total = receiver.receive(sender.send(source, worker=worker)).sum(dtype=torch.int64)
+        stream.synchronize()
+        assert int(total) == int(source.sum(dtype=np.int64))
+
+
+def test_a_stream_of_steps_is_followed(sender: Sender, receiver: Receiver, worker: WorkerSpec) -> None:
+    for seed in range(20):
+        source = random_bytes(20 * MIB + seed, seed)
+        sending = sender.send_streaming(source, worker=worker)
+        assert raw(receiver.receive(sending.data)) == source.tobytes()
+        sending.wait(20)
+
+
+def test_without_writes_by_the_stream_an_event_gives_leases_back(
+    torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
+) -> None:
+    destination(receiver)._copy_stream._driver = None
+    hold(torch, destination(receiver)._copy_stream.stream, 200)
+    tensor = receiver.receive(sender.send(random_bytes(MIB, 1), worker=worker))
+    time.sleep(0.05)
+    assert sender.leases_out == 1
+    assert raw(tensor) == random_bytes(MIB, 1).tobytes()
+    assert settle(lambda: sender.leases_out == 0)  # nobody calls the receiver again
+
+
+def test_an_arena_that_cannot_be_registered_is_staged_with_one_warning(
+    endpoint: WorkerEndpoint,
+    worker: WorkerSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from cupy.cuda import runtime
+
+    def refuse(*_: Any) -> None:
+        raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
+
+    with Receiver("cuda:0", endpoint=endpoint) as receiver:
+        monkeypatch.setattr(destination(receiver)._arenas, "_runtime", Refusing(runtime, refuse))
+        with caplog.at_level(logging.WARNING), Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
+            sender.prove(worker, timeout_s=20)
+            for seed in range(3):
+                source = random_bytes(3 * MIB, seed)
+                assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
+            sending = sender.send_streaming(random_bytes(5 * MIB, 9), worker=worker)
+            assert raw(receiver.receive(sending.data)) == random_bytes(5 * MIB, 9).tobytes()
+            assert settle(lambda: sender.leases_out == 0)
+    assert len([r for r in caplog.records if "in place" in r.getMessage()]) == 1
+
+
+class Refusing:
+    """cupy's runtime, but for one call."""
+
+    def __init__(self, runtime: Any, host_register: Callable[..., None]) -> None:
+        self._runtime = runtime
+        self.hostRegister = host_register
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+
+SENDER = """
+import os, sys, time
+import numpy as np
+from mmcopy import Sender, TransportConfig, WorkerSpec
+worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": sys.argv[1]})
+sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=64 << 20)
+sender.prove(worker, timeout_s=20)
+whole = sender.send(np.full(1 << 20, 7, np.uint8), worker=worker).payload
+(half,) = sender._arena.native.take([8 << 20], [0], timeout_s=5.0)
+for handle in (whole, half):
+    print(handle.name, handle.offset, handle.nbytes, handle.owner_id, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_sender_that_is_killed(receiver: Receiver, endpoint: WorkerEndpoint) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SENDER), endpoint.path], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+
+        def handle() -> TensorData:
+            name, offset, nbytes, owner = process.stdout.readline().split()  # type: ignore[union-attr]
+            return TensorData("uint8", (int(nbytes),), ShmHandle(name, int(offset), int(nbytes), owner))
+
+        whole, half = handle(), handle()
+        tensor = receiver.receive(whole)
+        assert settle(lambda: destination(receiver)._arenas.num_registered == 1)
+        timer = threading.Timer(0.3, os.kill, args=(process.pid, signal.SIGKILL))
+        timer.start()
+        with pytest.raises(LeaseOwnerGoneError, match="8388608"):
+            receiver.receive(half)
+        timer.join()
+    finally:
+        process.kill()
+        process.wait(20)
+        assert process.stdout is not None
+        process.stdout.close()
+    assert raw(tensor) == b"\x07" * MIB
+    assert settle(lambda: destination(receiver)._arenas.num_registered == 0)
+
+
+def test_a_thousand_receives_allocate_nothing_pinned(
+    sender: Sender, receiver: Receiver, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("pinned memory was allocated in a receive")
+
+    receiver.receive(sender.send(random_bytes(1, 1), worker=worker))
+    for name in ("hostAlloc", "mallocHost", "hostRegister"):
+        if hasattr(cupy.cuda.runtime, name):
+            monkeypatch.setattr(cupy.cuda.runtime, name, forbidden)
+    rng = np.random.default_rng(4)
+    source = random_bytes(2 * MIB, 5)
+    for _ in range(1000):
+        n = int(rng.integers(1, 2 * MIB))
+        tensor = receiver.receive(sender.send(source[:n], worker=worker))
+    assert raw(tensor) == source[:n].tobytes()
+    assert isinstance(receiver.metrics, Metrics)

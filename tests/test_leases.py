@@ -1,0 +1,367 @@
+"""Leases between a Sender and a Receiver: equal bytes, every way of sending, and the arena empty afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmcopy import (
+    CastError,
+    ClosedError,
+    DeviceError,
+    Inline,
+    LeaseAbortedError,
+    LeaseForgedError,
+    LeaseRepeatedError,
+    LeaseStaleError,
+    LeaseUnknownArenaError,
+    Metrics,
+    Receiver,
+    Sender,
+    ShmHandle,
+    TensorData,
+    TransportConfig,
+    WorkerSpec,
+)
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.metrics import Counter
+
+from .conftest import settle
+
+MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+
+def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
+
+
+def statistics(sender: Sender) -> dict[str, Any]:
+    arena = sender._arena.native
+    assert arena is not None
+    return arena.statistics()
+
+
+def is_empty(sender: Sender) -> bool:
+    now = statistics(sender)
+    return bool(now["leases_out"] == 0 and now["used_nbytes"] == 0)
+
+
+class Side:
+    """A worker's receiver with its socket."""
+
+    def __init__(self, directory: pathlib.Path, url: str = "grpc://127.0.0.1:1", **options: Any) -> None:
+        self.endpoint = WorkerEndpoint(directory)
+        self.receiver = Receiver("cpu", framework="numpy", endpoint=self.endpoint, **options)
+        self.spec = WorkerSpec(url, labels={"mmcopy_endpoint": self.endpoint.path})
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.endpoint.close()
+
+
+@pytest.fixture
+def sockets(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "s"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def side(sockets: pathlib.Path, segments: Callable[[], list[str]]) -> Iterator[Side]:
+    side = Side(sockets)
+    yield side
+    side.close()
+    assert segments() == []
+
+
+@pytest.fixture
+def sender(side: Side) -> Iterator[Sender]:
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2) as sender:
+        sender.prove(side.spec, timeout_s=20)
+        yield sender
+        assert settle(lambda: is_empty(sender)), statistics(sender)
+
+
+def test_every_kind_of_array_arrives_and_the_lease_comes_back(sender: Sender, side: Side) -> None:
+    for array in (random_bytes(1), random_bytes(65537), random_bytes(5 * MIB).reshape(5, -1), np.arange(7.0)[::-2]):
+        data = sender.send(array, worker=side.spec)
+        assert data.path == "lease"
+        got = side.receiver.receive(data)
+        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert side.receiver.metrics.get(Counter.LEASES_RELEASED, "received") == 4
+    assert sender.metrics.get(Counter.TENSORS_SENT, "lease") == 4
+
+
+def test_a_cast_happens_on_the_way(sender: Sender, side: Side) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.randn(3, 70_001)
+    data = sender.send(values, dtype="bfloat16", worker=side.spec)
+    assert (data.dtype, data.path, data.nbytes) == ("bfloat16", "lease", 3 * 70_001 * 2)
+    bits = side.receiver.receive(data).view(np.uint16)
+    assert np.array_equal(bits, values.to(torch.bfloat16).view(torch.uint16).numpy())
+
+
+def test_empty_and_small_tensors_stay_in_the_message(sender: Sender, side: Side) -> None:
+    assert sender.send(np.empty((0, 3)), worker=side.spec).path == "inline"
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=100), arena_bytes=MIB) as careful:
+        careful.prove(side.spec, timeout_s=20)
+        assert careful.send(np.zeros(99, np.uint8), worker=side.spec).path == "inline"
+        data = careful.send(np.zeros(100, np.uint8), worker=side.spec)
+        assert data.path == "lease"
+        side.receiver.receive(data)
+
+
+def test_one_request_lies_side_by_side_and_keeps_its_keys(sender: Sender, side: Side) -> None:
+    arrays = {
+        "pixels": np.arange(70_000, dtype=np.float32) % 1000,
+        "grid": np.arange(6),
+        "empty": np.empty(0),
+        "b": random_bytes(1),
+    }
+    sent = sender.send_many(arrays, dtype={"pixels": "float16"}, worker=side.spec)
+    assert list(sent) == list(arrays)
+    offsets = [data.payload.offset for data in sent.values() if isinstance(data.payload, ShmHandle)]
+    assert len(offsets) == 3
+    assert [b - a for a, b in itertools.pairwise(offsets)] == [140_032, 256]  # 256-byte steps
+    got = side.receiver.receive(sent)
+    assert np.array_equal(got["pixels"], arrays["pixels"].astype(np.float16))
+    assert all(np.array_equal(got[key], arrays[key]) for key in ("grid", "empty", "b"))
+    listed = sender.send_many([random_bytes(3), random_bytes(4)], worker=side.spec)
+    assert [a.tobytes() for a in side.receiver.receive(listed)] == [
+        random_bytes(3).tobytes(),
+        random_bytes(4).tobytes(),
+    ]
+
+
+def test_one_bad_array_takes_the_others_back(sender: Sender, side: Side) -> None:
+    with pytest.raises(CastError):
+        sender.send_many([random_bytes(10), np.arange(4)], dtype=[None, "bfloat16"], worker=side.spec)
+    assert settle(lambda: is_empty(sender))
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=50), arena_bytes=MIB, inline_max_bytes=10) as strict:
+        strict.prove(side.spec, timeout_s=20)
+        with pytest.raises(ValueError, match="inline_max_bytes"):
+            strict.send_many([random_bytes(100), random_bytes(20)], worker=side.spec)
+        assert settle(lambda: is_empty(strict))
+
+
+def test_a_stream_is_received_while_it_is_written(sender: Sender, side: Side) -> None:
+    array = random_bytes(9 * MIB + 5)
+    sending = sender.send_streaming(array, worker=side.spec)
+    assert sending.data.path == "lease"
+    assert side.receiver.receive(sending.data).tobytes() == array.tobytes()
+    assert sending.wait(20) is sending.data
+    assert sending.done()
+
+
+def test_without_an_arena_a_stream_is_an_ordinary_send(side: Side, segments: Callable[[], list[str]]) -> None:
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1), arena_bytes=0) as plain:
+        plain.prove(side.spec, timeout_s=20)
+        sending = plain.send_streaming(random_bytes(1000), worker=side.spec)
+        assert sending.done()
+        assert sending.wait().path == "segment"
+        assert side.receiver.receive(sending.data).tobytes() == random_bytes(1000).tobytes()
+        with plain.reserve((3, 2), "int32", worker=side.spec) as reserved:
+            assert reserved.array is not None
+            reserved.array[:] = [[1, 2], [3, 4], [5, 6]]
+        assert reserved.data is not None
+        assert reserved.data.path == "segment"
+        assert side.receiver.receive(reserved.data).tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_a_reservation_is_the_memory_itself(sender: Sender, side: Side) -> None:
+    with sender.reserve((2, 3), "float32", worker=side.spec) as reserved:
+        assert reserved.array is not None
+        reserved.array[:] = np.arange(6).reshape(2, 3)
+    assert reserved.data is not None
+    assert reserved.data.path == "lease"
+    assert side.receiver.receive(reserved.data).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ClosedError):
+        reserved.commit()
+
+
+def test_a_reservation_is_given_back_when_it_fails_or_is_forgotten(sender: Sender, side: Side) -> None:
+    with pytest.raises(KeyError), sender.reserve((MIB,), "uint8", worker=side.spec):
+        raise KeyError("the preprocessor")
+    assert settle(lambda: is_empty(sender))
+    reserved = sender.reserve((MIB,), "uint8", worker=side.spec)
+    assert statistics(sender)["leases_out"] == 1
+    del reserved
+    assert settle(lambda: is_empty(sender))
+
+
+def test_a_full_arena_waits_then_uses_a_segment(side: Side, segments: Callable[[], list[str]]) -> None:
+    options: dict[str, Any] = {"arena_bytes": 2 * MIB, "arena_wait_s": 0.05, "num_threads": 1}
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), **options) as sender:
+        sender.prove(side.spec, timeout_s=20)
+        held = [sender.send(random_bytes(MIB, n), worker=side.spec) for n in range(2)]
+        late = sender.send(random_bytes(MIB, 2), worker=side.spec)
+        assert [data.path for data in (*held, late)] == ["lease", "lease", "segment"]
+        assert sender.send(random_bytes(3 * MIB), worker=side.spec).path == "segment"  # can never fit
+        assert sender.metrics.get(Counter.LEASE_FALLBACKS, "full") == 2
+        received = side.receiver.receive([*held, late])
+        assert [a.tobytes() for a in received] == [random_bytes(MIB, n).tobytes() for n in range(3)]
+        assert settle(lambda: is_empty(sender))
+        timer = threading.Timer(0.3, lambda: side.receiver.receive(again))
+        again = [sender.send(random_bytes(MIB, n), worker=side.spec) for n in range(2)]
+    # What was handed over is still there after close, for as long as it lingers; nobody received it.
+    timer.cancel()
+    with pytest.raises(LeaseUnknownArenaError):
+        side.receiver.receive(again)
+    for name in segments():
+        os.unlink(f"/dev/shm/{name}")  # noqa: PTH108
+
+
+def test_bad_handles_are_typed_errors_and_harm_no_other_lease(sender: Sender, side: Side) -> None:
+    data = sender.send(random_bytes(1000), worker=side.spec)
+    handle = data.payload
+    assert isinstance(handle, ShmHandle)
+
+    def receive(**changes: Any) -> Any:
+        fields = {"name": handle.name, "offset": handle.offset, "nbytes": handle.nbytes, "owner_id": handle.owner_id}
+        forged = ShmHandle(**{**fields, **changes})
+        return side.receiver.receive(TensorData("uint8", (forged.nbytes,), forged))
+
+    prefix, index, generation = handle.name.rsplit("-", 2)
+    with pytest.raises(LeaseForgedError, match="1000"):
+        receive(nbytes=999)
+    with pytest.raises(LeaseForgedError):
+        receive(offset=handle.offset + 256)
+    with pytest.raises(LeaseForgedError):
+        receive(owner_id="smg:1")
+    with pytest.raises(LeaseStaleError):
+        receive(name=f"{prefix}-{index}-{int(generation) + 1}")
+    with pytest.raises(LeaseForgedError):
+        receive(name=f"{prefix}-999999-{generation}")
+    other = "0" * 16
+    with pytest.raises(LeaseUnknownArenaError):
+        receive(name=f"mmcopyarena-{other}-0-1", owner_id=f"mmcopy:{other}")
+    assert receive().tobytes() == random_bytes(1000).tobytes()
+    with pytest.raises(LeaseRepeatedError):
+        receive()
+    assert side.receiver.release(data) == 0
+
+
+def test_an_error_in_a_request_gives_every_lease_back(sender: Sender, side: Side) -> None:
+    good = [sender.send(random_bytes(1000, n), worker=side.spec) for n in range(3)]
+    bad = TensorData("uint8", (10,), ShmHandle("mmcopyarena-0000000000000000-0-1", 0, 10, "mmcopy:0000000000000000"))
+    with pytest.raises(LeaseUnknownArenaError):
+        side.receiver.receive([*good[:2], bad, good[2]])
+    assert settle(lambda: is_empty(sender))
+    data = sender.send(random_bytes(10), worker=side.spec)
+    with pytest.raises(DeviceError):
+        side.receiver.receive(data, out=np.empty(11, np.uint8))
+    assert settle(lambda: is_empty(sender))
+
+
+def test_cancel_release_and_guard(sender: Sender, side: Side) -> None:
+    first, second, third = (sender.send(random_bytes(1000), worker=side.spec) for _ in range(3))
+    assert sender.cancel(first)
+    assert not sender.cancel(first)
+    with pytest.raises(LeaseStaleError):
+        side.receiver.receive(first)
+    assert side.receiver.release(second) == 1
+    with pytest.raises(KeyError), sender.guard(third):
+        raise KeyError
+    assert settle(lambda: is_empty(sender))
+
+
+def test_a_failed_writer_is_the_receivers_error(sender: Sender, side: Side) -> None:
+    arena = sender._arena.native
+    assert arena is not None
+    (writer,) = arena.take([2 * MIB], [0], timeout_s=1.0)
+    handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
+    timer = threading.Timer(0.1, writer.abort)
+    timer.start()
+    with pytest.raises(LeaseAbortedError):
+        side.receiver.receive(TensorData("uint8", (2 * MIB,), handle))
+    timer.join()
+    del writer
+
+
+def test_out_is_filled_and_several_receives_share_an_arena(sender: Sender, side: Side) -> None:
+    out = np.zeros(3 * MIB, np.uint8)
+    data = sender.send(random_bytes(3 * MIB), worker=side.spec)
+    assert side.receiver.receive(data, out=out) is out
+    assert out.tobytes() == random_bytes(3 * MIB).tobytes()
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for n in range(30):
+            array = random_bytes(70_000 + n, seed)
+            if side.receiver.receive(sender.send(array, worker=side.spec)).tobytes() != array.tobytes():
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_one_lease_for_two_workers(sockets: pathlib.Path, side: Side) -> None:
+    other = Side(sockets, "grpc://127.0.0.1:2")
+    try:
+        with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB) as sender:
+            for each in (side, other):
+                sender.prove(each.spec, timeout_s=20)
+            data = sender.send(random_bytes(5000), worker=[side.spec, other.spec])
+            assert data.path == "lease"
+            assert side.receiver.receive(data).tobytes() == random_bytes(5000).tobytes()
+            time.sleep(0.05)
+            assert statistics(sender)["leases_out"] == 1  # the other has not received it yet
+            assert other.receiver.receive(data).tobytes() == random_bytes(5000).tobytes()
+            assert settle(lambda: is_empty(sender))
+            unread = sender.send(random_bytes(5000), worker=[side.spec, other.spec])
+            side.receiver.receive(unread)
+            other.close()
+            assert settle(lambda: is_empty(sender))  # its marks are cleared for it
+    finally:
+        other.close()
+
+
+def test_a_worker_without_an_endpoint_refuses_leases(sender: Sender, side: Side) -> None:
+    data = sender.send(random_bytes(1000), worker=side.spec)
+    with Receiver("cpu", framework="numpy") as plain, pytest.raises(LeaseUnknownArenaError, match="no endpoint"):
+        plain.receive(data)
+    side.receiver.receive(data)
+
+
+def test_close_waits_for_what_is_out_and_no_longer(side: Side) -> None:
+    metrics = Metrics()
+    sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB, metrics=metrics)
+    sender.prove(side.spec, timeout_s=20)
+    data = sender.send(random_bytes(1000), worker=side.spec)
+    timer = threading.Timer(0.2, side.receiver.receive, args=(data,))
+    timer.start()
+    sender.close(linger_s=30)
+    timer.join(10)
+    assert side.receiver.metrics.get(Counter.LEASES_RELEASED, "received") == 1
+    with pytest.raises(ClosedError):
+        sender.send(random_bytes(10), worker=side.spec)
+
+
+def test_after_fork_the_child_has_no_arena(sender: Sender, side: Side) -> None:
+    data = sender.send(random_bytes(1000), worker=side.spec)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                sender.send(random_bytes(10), worker=side.spec)
+            except ClosedError:
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert side.receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
+    assert isinstance(sender.send(np.empty(0), worker=side.spec).payload, Inline)
