@@ -9,9 +9,10 @@ uses, its own among them, and at least 1 (else :class:`~mmcopy.errors.ConfigErro
 
 import os
 import pathlib
+import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self, SupportsIndex, final
+from typing import Any, Final, Self, SupportsIndex, final
 
 from typing_extensions import Buffer
 
@@ -20,8 +21,13 @@ __all__ = [
     "DEBUG_BUILD",
     "DTYPES",
     "GIL_RELEASE_BYTES",
+    "LEASE_PREFIX",
+    "Arena",
+    "ArenaMap",
     "CopyJob",
     "CopyPool",
+    "Lease",
+    "LeaseWriter",
     "Reaper",
     "Segment",
     "SegmentOwner",
@@ -30,6 +36,8 @@ __all__ = [
     "__version__",
     "cast_into",
     "copy_into",
+    "is_lease_name",
+    "lease_arena_id",
     "shm_namespace_id",
     "sweep",
     "unlink_segment",
@@ -47,6 +55,9 @@ CASTS: Final[frozenset[tuple[str, str]]]
 """The pairs (from, to) that :func:`cast_into` and :func:`write_segment` cast between."""
 GIL_RELEASE_BYTES: Final[int]
 """A call that touches at least this many bytes releases the GIL."""
+
+LEASE_PREFIX: Final[str]
+"""What the names of leases begin with. No segment's name does."""
 
 def shm_namespace_id(shm_dir: str | os.PathLike[str] = "/dev/shm") -> str:
     """Which shared-memory file system ``shm_dir`` is on: ``"<boot id>:<st_dev>"``, ``""`` when unknown.
@@ -394,6 +405,18 @@ class WorkerEndpoint:
         Raises :class:`~mmcopy.errors.ClosedError` in a forked child.
         """
 
+    def arenas(self) -> list[ArenaMap]:
+        """The arenas of all senders that are connected, the newest last."""
+
+    def find_arena(self, instance_id: str) -> ArenaMap | None:
+        """The arena of these 16 hexadecimal digits while its sender is connected."""
+
+    def wait_arena(self, seen: int, timeout_s: float) -> int:
+        """Block, without the GIL, until more than ``seen`` arenas were handed over since the start; how many were.
+
+        At the limit it returns ``seen`` or less. Raises :class:`~mmcopy.errors.ClosedError` in a forked child.
+        """
+
     def close(self, timeout_s: float) -> None:
         """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
 
@@ -435,3 +458,255 @@ class SenderLink:
 
     def close(self) -> None:
         """End the connection, and calls that wait in other threads. Never blocks. May be called again."""
+
+def is_lease_name(name: str) -> bool:
+    """Whether a handle's name is meant as a lease's. Reading it may still raise."""
+
+def lease_arena_id(name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> str:
+    """The random part of the arena that a lease's handle names, for :meth:`WorkerEndpoint.find_arena`.
+
+    Raises :class:`~mmcopy.errors.LeaseForgedError`.
+    """
+
+@final
+class Arena:
+    """Memory that a sender and its workers on the host map once and use again and again.
+
+    One a sender, for all its workers. Leases go into :class:`~mmcopy.ShmHandle` (name, offset, nbytes, owner_id). A
+    thread gives the blocks back of leases that all consumers have released, or whose consumers have gone; it sleeps
+    while no lease is out. Methods may be called from several threads. In a forked child everything raises
+    :class:`~mmcopy.errors.ClosedError`.
+    """
+
+    def __new__(
+        cls,
+        data_nbytes: int,
+        *,
+        num_leases: int | None = None,
+        huge_pages: str = "transparent",
+        num_threads: int = 1,
+        unclaimed_timeout_s: float = 60.0,
+    ) -> Self:
+        """Make the memory: reserved, touched by ``num_threads`` threads, sealed. Blocks, about a second for 4 GiB.
+
+        ``data_nbytes`` is rounded up to whole pages. ``num_leases`` at once (None: one for each 64 KiB, at least 1024,
+        at most 65536). ``huge_pages``: ``"off"``, ``"transparent"`` (where the kernel makes them for shared memory) or
+        ``"reserved"`` (of those the operator reserved; an error when they do not suffice). A lease that a consumer has
+        not begun to read ``unclaimed_timeout_s`` after it was committed is taken back.
+
+        Raises :class:`~mmcopy.errors.ArenaMemoryError` (more than the control group or the machine has left),
+        :class:`~mmcopy.errors.ArenaError` and :class:`~mmcopy.errors.ConfigError`.
+        """
+
+    @property
+    def instance_id(self) -> str:
+        """The random part of its leases' names: 16 hexadecimal digits."""
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+
+    def report(self) -> dict[str, int | str | bool]:
+        """How the memory turned out: noexec, read_only, huge_pages, huge_nbytes, huge_pages_setting, num_threads.
+
+        ``noexec`` and ``read_only`` are False where the kernel does not know the seal.
+        """
+
+    def statistics(self) -> dict[str, Any]:
+        """What is out now and what has happened so far.
+
+        Now: data_nbytes, used_nbytes, largest_free_nbytes (that one lease finds for certain), num_leases, leases_out,
+        consumers, held (leases that each consumer has not let go of). So far: taken, committed, aborted, released (once
+        for each consumer of a lease), cancelled, expired, full, consumers_connected, consumers_gone.
+        """
+
+    def hand_over(self, link: SenderLink, *, timeout_s: float) -> int:
+        """Give the arena to the worker at the other end of ``link``; the number that it has as a consumer.
+
+        Blocks, without the GIL, until the worker has mapped it. The link may be closed afterwards. After an error it is
+        closed, so that both sides start anew. Raises :class:`~mmcopy.errors.EndpointGoneError`,
+        :class:`~mmcopy.errors.EndpointRefusedError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
+        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.ArenaError` and
+        :class:`~mmcopy.errors.ClosedError`.
+        """
+
+    def take(self, sizes: Sequence[int], consumers: Sequence[int], *, timeout_s: float) -> list[LeaseWriter]:
+        """Leases of these sizes for these consumers, side by side, each at a multiple of 256 bytes; all or none.
+
+        Blocks, without the GIL, until there is room. Raises :class:`~mmcopy.errors.ArenaFullError` at the limit, and at
+        once for what can never fit; :class:`~mmcopy.errors.ConfigError` for a consumer that is not connected.
+        """
+
+    def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:
+        """Take a lease back that was handed out: a consumer that has not begun to read it cannot any more.
+
+        The block comes back when those that have begun are done. False when it is over, or still being written. Never
+        blocks. Raises :class:`~mmcopy.errors.LeaseForgedError` and :class:`~mmcopy.errors.LeaseUnknownArenaError`.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """Give out no further lease, and end the thread. Leases that are out stay readable. May be called again.
+
+        The memory goes when the last lease, buffer and worker have let go of it. Does nothing in a forked child. Raises
+        :class:`~mmcopy.errors.LeaseTimeoutError`.
+        """
+
+@final
+class LeaseWriter:
+    """A lease that is not finished. Its handle may be sent already: consumers read as far as it is written.
+
+    Its buffer (``memoryview(writer)``, ``numpy.frombuffer``) is the memory itself, writable. Writing to it after
+    :meth:`commit` changes what consumers read. Dropping the writer gives the lease up, unless it was committed.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of its handle."""
+
+    @property
+    def offset(self) -> int:
+        """First byte in the arena's data."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+
+    @property
+    def owner_id(self) -> str:
+        """Owner in its handle."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it was committed or given up."""
+
+    @property
+    def num_views(self) -> int:
+        """Buffers of it that exist. Its block is not given to another lease before they have gone."""
+
+    def write(
+        self, src: Buffer, *, src_dtype: str | None = None, dst_dtype: str | None = None, num_threads: int = 1
+    ) -> None:
+        """Fill the whole lease from ``src``, cast on the way when dtypes are given. Once a lease.
+
+        Consumers see each step as soon as all before it are there. Blocks until all is written; commits nothing.
+        ``src`` may be reused right after. Raises :class:`~mmcopy.errors.PayloadError` when the lengths differ,
+        :class:`~mmcopy.errors.CastError`, :class:`~mmcopy.errors.UnknownDtypeError`,
+        :class:`~mmcopy.errors.LeaseBusyError` and :class:`~mmcopy.errors.ClosedError`.
+        """
+
+    def commit(self) -> None:
+        """All bytes are in place. Never blocks.
+
+        Raises :class:`~mmcopy.errors.LeaseBusyError` while a write runs, :class:`~mmcopy.errors.ClosedError` when it is
+        over.
+        """
+
+    def abort(self) -> None:
+        """Give it up: consumers get an error instead of the rest. Does nothing when it is over."""
+
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+        def __release_buffer__(self, view: memoryview, /) -> None: ...
+
+@final
+class ArenaMap:
+    """A sender's arena, mapped as long as this or one of its leases lives. From :meth:`WorkerEndpoint.find_arena`."""
+
+    @property
+    def instance_id(self) -> str:
+        """The random part of its leases' names: 16 hexadecimal digits."""
+
+    @property
+    def slot(self) -> int:
+        """Our number as a consumer."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the kernel keeps everyone but the sender from writing to the data."""
+
+    @property
+    def data_address(self) -> int:
+        """Address of the data, for registering it with CUDA (read-only)."""
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data."""
+
+    @property
+    def marks_address(self) -> int:
+        """Address of our marks, for registering them with CUDA (read and write)."""
+
+    @property
+    def marks_nbytes(self) -> int:
+        """Bytes of our marks."""
+
+    @property
+    def owner_gone(self) -> bool:
+        """Whether the connection to the sender has ended. What it wrote stays readable."""
+
+    @property
+    def num_held(self) -> int:
+        """Leases that are claimed and not released."""
+
+    def claim(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> Lease:
+        """Check a handle, and tell its sender that we read it from now on. Never blocks.
+
+        Raises :class:`~mmcopy.errors.LeaseForgedError`, :class:`~mmcopy.errors.LeaseStaleError`,
+        :class:`~mmcopy.errors.LeaseRepeatedError`, :class:`~mmcopy.errors.LeaseUnknownArenaError` and
+        :class:`~mmcopy.errors.ClosedError`.
+        """
+
+    def is_same(self, other: ArenaMap) -> bool:
+        """Whether the two are the same mapping."""
+
+@final
+class Lease:
+    """A lease that we may read until we release it. Its buffer is the memory itself, read-only.
+
+    Dropping it does not release it, because a copy on a GPU's stream may still read; see :meth:`release_when_dropped`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of its handle."""
+
+    @property
+    def offset(self) -> int:
+        """First byte in the arena's data."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Address of the word that tells the sender that our reads are over, and what to write: 32 bits.
+
+        The address is in the :class:`ArenaMap`'s marks. For a GPU's stream, after its copy; then :meth:`hand_on`.
+        """
+
+    def written(self) -> int:
+        """Bytes that the sender has written. Never blocks. Raises :class:`~mmcopy.errors.LeaseAbortedError`."""
+
+    def wait_written(self, upto: int, timeout_s: float) -> int:
+        """Block, without the GIL, until the sender has written ``upto`` bytes; how many are there, which can be more.
+
+        Raises :class:`~mmcopy.errors.LeaseAbortedError`, :class:`~mmcopy.errors.LeaseOwnerGoneError` and
+        :class:`~mmcopy.errors.LeaseTimeoutError`.
+        """
+
+    def release(self) -> bool:
+        """Tell the sender that our reads are over. False when that was said already, or handed on."""
+
+    def release_when_dropped(self) -> None:
+        """From now on dropping this, and every buffer of it, releases it."""
+
+    def hand_on(self) -> bool:
+        """Somebody else writes the mark; :meth:`release` does nothing any more. False when it is not held."""
+
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...

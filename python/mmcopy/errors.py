@@ -8,6 +8,9 @@ same classes.
 from __future__ import annotations
 
 __all__ = [
+    "ArenaError",
+    "ArenaFullError",
+    "ArenaMemoryError",
     "ArrayTypeError",
     "CastError",
     "ClosedError",
@@ -22,6 +25,15 @@ __all__ = [
     "EndpointRefusedError",
     "EndpointTimeoutError",
     "InlineTooLargeError",
+    "LeaseAbortedError",
+    "LeaseBusyError",
+    "LeaseError",
+    "LeaseForgedError",
+    "LeaseOwnerGoneError",
+    "LeaseRepeatedError",
+    "LeaseStaleError",
+    "LeaseTimeoutError",
+    "LeaseUnknownArenaError",
     "MissingDependencyError",
     "MmcopyError",
     "NoSpaceError",
@@ -184,3 +196,51 @@ class EndpointTimeoutError(MmcopyError, TimeoutError):
 
 class EndpointIoError(MmcopyError, OSError):
     """Any other failure of the operating system with a socket or its directory; ``errno`` says which."""
+
+
+class ArenaError(MmcopyError, RuntimeError):
+    """An arena could not be made or handed over; the message says what the system or the worker said."""
+
+
+class ArenaMemoryError(ArenaError, MemoryError):
+    """More memory than the control group or the machine has left; the message has the numbers."""
+
+
+class ArenaFullError(ArenaError):
+    """No room for a lease within the limit; the message says how much was wanted and how much is free."""
+
+
+class LeaseError(MmcopyError, ValueError):
+    """A lease that cannot be read, or not in this way."""
+
+
+class LeaseForgedError(LeaseError):
+    """A handle that no arena made: a malformed name, another range, or for another consumer."""
+
+
+class LeaseUnknownArenaError(LeaseError):
+    """A handle of an arena that is not mapped here: never handed over, or its sender has gone."""
+
+
+class LeaseStaleError(LeaseError):
+    """A handle of a lease that is over: its block is another lease's, or its sender has taken it back."""
+
+
+class LeaseRepeatedError(LeaseError):
+    """A handle that this consumer has received already."""
+
+
+class LeaseAbortedError(LeaseError):
+    """The sender gave the lease up while it wrote."""
+
+
+class LeaseOwnerGoneError(LeaseError, ConnectionError):
+    """The sender died, or closed its connection, before it had written what was waited for."""
+
+
+class LeaseBusyError(LeaseError):
+    """The lease is being written, or was written already."""
+
+
+class LeaseTimeoutError(MmcopyError, TimeoutError):
+    """The sender did not write far enough within the limit, or an arena did not close within it."""

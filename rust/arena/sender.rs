@@ -42,8 +42,6 @@ pub(super) struct Inner {
     pub(super) instance: u64,
     pub(super) data: Mapping,
     pub(super) control: Mapping,
-    data_file: OwnedFd,
-    control_file: OwnedFd,
     num_leases: u32,
     unclaimed_limit: Duration,
     report: Report,
@@ -54,8 +52,16 @@ pub(super) struct Inner {
 }
 
 #[derive(Debug)]
+struct Files {
+    data: OwnedFd,
+    control: OwnedFd,
+}
+
+#[derive(Debug)]
 struct State {
     table: Table,
+    /// What is handed over, until it is closed.
+    files: Option<Arc<Files>>,
     consumers: [Option<Consumer>; MAX_CONSUMERS],
     /// Slots of hand-overs that are under way.
     offered: u32,
@@ -87,13 +93,12 @@ impl Arena {
             instance,
             data,
             control,
-            data_file,
-            control_file,
             num_leases,
             unclaimed_limit: options.unclaimed_limit,
             report,
             state: Mutex::new(State {
                 table: Table::new(data_nbytes, num_leases),
+                files: Some(Arc::new(Files { data: data_file, control: control_file })),
                 consumers: [const { None }; MAX_CONSUMERS],
                 offered: 0,
                 asked_alive: Instant::now(),
@@ -134,13 +139,14 @@ impl Arena {
     pub fn hand_over(&self, link: &SenderLink, limit: Duration) -> Result<u32> {
         let inner = &self.inner;
         let (consumer, passed) = Consumer::new(inner.num_leases)?;
-        let slot = {
+        let (slot, files) = {
             let mut state = inner.open()?;
             inner.sweep(&mut state, true);
             let is_free = |slot: &usize| state.consumers[*slot].is_none() && state.offered & (1 << slot) == 0;
             let slot = (0..MAX_CONSUMERS).find(is_free).ok_or(Fault::Consumers { most: MAX_CONSUMERS })?;
+            let files = state.files.clone().ok_or_else(|| inner.closed())?;
             state.offered |= 1 << slot;
-            slot
+            (slot, files)
         };
         let offer = Offer {
             instance: inner.instance,
@@ -149,14 +155,16 @@ impl Arena {
             num_leases: inner.num_leases,
             slot: slot as u32,
         };
-        let descriptors =
-            [inner.data_file.as_fd(), inner.control_file.as_fd(), passed.marks.as_fd(), passed.alive.as_fd()];
+        let descriptors = [files.data.as_fd(), files.control.as_fd(), passed.marks.as_fd(), passed.alive.as_fd()];
         let outcome = link.offer(offer, &descriptors, limit);
         let mut state = inner.lock();
         state.offered &= !(1 << slot);
         if let Err(error) = outcome {
             link.close();
             return Err(error);
+        }
+        if state.is_closing {
+            return Err(inner.closed());
         }
         state.consumers[slot] = Some(consumer);
         state.counters.consumers_connected += 1;
@@ -206,6 +214,16 @@ impl Arena {
         }
     }
 
+    /// As [`Arena::take`], but None at once when there is no room. Never blocks.
+    pub fn try_take(&self, sizes: &[usize], consumers: &[u32]) -> Result<Option<Vec<Writing>>> {
+        let inner = &self.inner;
+        let mut state = inner.open()?;
+        let mask = state.mask_of(consumers)?;
+        let taken = inner.take_now(&mut state, sizes, mask);
+        drop(state);
+        Ok(taken.map(|taken| taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect()))
+    }
+
     /// Takes a lease back that was handed out: a consumer that has not begun to read it cannot any more, and the block
     /// comes back when those that have are done. False when it is over already. A lease that is being written is not
     /// touched: [`Writing::abort`] does that.
@@ -229,12 +247,15 @@ impl Arena {
         Ok(true)
     }
 
-    /// What has happened so far, and what is out now.
+    /// What has happened so far, and what is out now. Looks at the marks, and whether the consumers live.
     pub fn statistics(&self) -> Result<Statistics> {
         if !self.inner.process.is_current() {
             return Err(self.inner.closed());
         }
-        let state = self.inner.lock();
+        let mut state = self.inner.lock();
+        if self.inner.sweep(&mut state, true) > 0 {
+            self.inner.freed.notify_all();
+        }
         Ok(Statistics {
             data_nbytes: self.inner.data.nbytes() as u64,
             used_nbytes: state.table.used_nbytes(),
@@ -271,7 +292,10 @@ impl Arena {
             }
             state = inner.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        // No block is given out any more, so nobody's reads have to be waited for.
+        let kept = (state.files.take(), std::mem::replace(&mut state.consumers, [const { None }; MAX_CONSUMERS]));
         drop(state);
+        drop(kept);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         let _ = thread.map(JoinHandle::join);
         Ok(())

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use super::arena_map::PyArenaMap;
 use super::arguments::Limit;
 use crate::endpoint::{Options, SenderLink, WorkerEndpoint};
 use crate::{Error, Result};
@@ -68,6 +69,22 @@ impl PyWorkerEndpoint {
         all.set_item("last_fault", found.last_fault)?;
         all.set_item("swept", found.swept)?;
         Ok(all)
+    }
+
+    /// The arenas of all senders that are connected, the newest last.
+    fn arenas(&self) -> Vec<PyArenaMap> {
+        self.endpoint.arenas().into_iter().map(PyArenaMap::new).collect()
+    }
+
+    /// The arena of these 16 hexadecimal digits while its sender is connected, else None.
+    fn find_arena(&self, instance_id: &str) -> Option<PyArenaMap> {
+        let instance = u64::from_str_radix(instance_id, 16).ok()?;
+        self.endpoint.find_arena(instance).map(PyArenaMap::new)
+    }
+
+    /// Blocks, without the GIL, until more than seen arenas were handed over since the start; how many were.
+    fn wait_arena(&self, py: Python<'_>, seen: u64, timeout_s: Limit) -> PyResult<u64> {
+        Ok(py.detach(|| self.endpoint.wait_arena(seen, timeout_s.0))?)
     }
 
     /// Removes the socket, ends every connection and the thread; blocks for the thread. May be called again.

@@ -8,11 +8,14 @@
 //! The caller's buffers are exported for the length of one call, and those of a copy job until it is over, so they cannot
 //! be resized or freed under a copy.
 
+mod arena;
+mod arena_map;
 mod arguments;
 mod buffers;
 mod copies;
 mod endpoint;
 mod errors;
+mod exports;
 mod owner;
 mod pool;
 mod reaper;
@@ -34,9 +37,14 @@ mod _native {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyFrozenSet};
 
+    use crate::arena::LEASE_PREFIX;
     use crate::cast::Cast;
     use crate::dtype::Dtype;
 
+    #[pymodule_export]
+    use super::arena::{PyArena, PyLeaseWriter, is_lease_name, lease_arena_id};
+    #[pymodule_export]
+    use super::arena_map::{PyArenaMap, PyLease};
     #[pymodule_export]
     use super::copies::{cast_into, copy_into};
     #[pymodule_export]
@@ -62,6 +70,7 @@ mod _native {
         module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
         module.add("DTYPES", dtypes)?;
         module.add("CASTS", PyFrozenSet::new(py, casts)?)?;
-        module.add("GIL_RELEASE_BYTES", super::GIL_RELEASE_BYTES)
+        module.add("GIL_RELEASE_BYTES", super::GIL_RELEASE_BYTES)?;
+        module.add("LEASE_PREFIX", LEASE_PREFIX)
     }
 }

@@ -1,0 +1,318 @@
+//! A sender's arena, and a lease while it is written.
+#![allow(unsafe_code)] // the buffer protocol's two functions are unsafe to call, and Python calls them
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+use super::arguments::{Conversion, Limit, Threads, u64_of};
+use super::buffers::ReadBuffer;
+use super::endpoint::PySenderLink;
+use super::{detached_when_big, exports};
+use crate::Error;
+use crate::arena::{Arena, Fault, HugePages, LeaseHandle, Options, Writing};
+
+/// Whether a handle's name is a lease's.
+#[pyfunction]
+pub(super) fn is_lease_name(name: &Bound<'_, PyString>) -> bool {
+    LeaseHandle::is_lease_name(&name.to_string_lossy())
+}
+
+/// The random part of the arena that a lease's handle names: 16 hexadecimal digits. LeaseForgedError.
+#[pyfunction]
+pub(super) fn lease_arena_id(
+    name: &Bound<'_, PyString>,
+    offset: &Bound<'_, PyAny>,
+    nbytes: &Bound<'_, PyAny>,
+    owner_id: &Bound<'_, PyString>,
+) -> PyResult<String> {
+    Ok(format!("{:016x}", handle_of(name, offset, nbytes, owner_id)?.instance()))
+}
+
+/// The four fields as they come off the wire.
+pub(super) fn handle_of(
+    name: &Bound<'_, PyString>,
+    offset: &Bound<'_, PyAny>,
+    nbytes: &Bound<'_, PyAny>,
+    owner_id: &Bound<'_, PyString>,
+) -> PyResult<LeaseHandle> {
+    // What has no UTF-8 is no lease's name either.
+    let (name, owner_id) = (name.to_string_lossy(), owner_id.to_string_lossy());
+    match (u64_of(offset)?, u64_of(nbytes)?) {
+        (Some(offset), Some(nbytes)) => Ok(LeaseHandle::parse(&name, offset, nbytes, &owner_id).map_err(Error::from)?),
+        _ => {
+            let reason = format!("offset {offset} and {nbytes} bytes are not two numbers from 0 to 2**64 - 1");
+            Err(Error::from(Fault::Forged { name: name.chars().take(100).collect(), reason }).into())
+        }
+    }
+}
+
+/// Memory that a sender and its workers map once and use again and again.
+#[pyclass(frozen, name = "Arena", module = "mmcopy._native")]
+pub(super) struct PyArena {
+    arena: Arena,
+}
+
+#[pymethods]
+impl PyArena {
+    #[new]
+    #[pyo3(
+        signature = (
+            data_nbytes, *, num_leases = None, huge_pages = "transparent", num_threads = Threads::ONE,
+            unclaimed_timeout_s = Limit(Duration::from_secs(60))
+        ),
+        text_signature = "(data_nbytes, *, num_leases=None, huge_pages='transparent', num_threads=1, unclaimed_timeout_s=60.0)"
+    )]
+    fn new(
+        py: Python<'_>,
+        data_nbytes: usize,
+        num_leases: Option<u32>,
+        huge_pages: &str,
+        num_threads: Threads,
+        unclaimed_timeout_s: Limit,
+    ) -> PyResult<Self> {
+        let huge_pages = match huge_pages {
+            "off" => HugePages::Off,
+            "transparent" => HugePages::Transparent,
+            "reserved" => HugePages::Reserved,
+            other => {
+                let wanted = "\"off\", \"transparent\" or \"reserved\"".to_owned();
+                let fault = Fault::Option { setting: "huge_pages", found: format!("{other:?}"), wanted };
+                return Err(Error::from(fault).into());
+            }
+        };
+        let options = Options {
+            data_nbytes,
+            num_leases,
+            huge_pages,
+            num_threads: num_threads.0,
+            unclaimed_limit: unclaimed_timeout_s.0,
+        };
+        Ok(Self { arena: py.detach(|| Arena::create(&options))? })
+    }
+
+    /// The random part of its leases' names: 16 hexadecimal digits.
+    #[getter]
+    fn instance_id(&self) -> String {
+        format!("{:016x}", self.arena.instance())
+    }
+
+    /// Bytes of the data.
+    #[getter]
+    fn data_nbytes(&self) -> usize {
+        self.arena.data_nbytes()
+    }
+
+    /// How the memory turned out: noexec, read_only, huge_pages, huge_nbytes, huge_pages_setting, num_threads.
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let found = self.arena.report();
+        let all = PyDict::new(py);
+        all.set_item("noexec", found.is_noexec)?;
+        all.set_item("read_only", found.is_read_only_for_consumers)?;
+        let huge_pages = match found.huge_pages {
+            HugePages::Off => "off",
+            HugePages::Transparent => "transparent",
+            HugePages::Reserved => "reserved",
+        };
+        all.set_item("huge_pages", huge_pages)?;
+        all.set_item("huge_nbytes", found.huge_nbytes)?;
+        all.set_item("huge_pages_setting", found.huge_pages_setting)?;
+        all.set_item("num_threads", found.num_threads)?;
+        Ok(all)
+    }
+
+    /// What is out now and what has happened so far. ClosedError in a forked child.
+    fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let found = self.arena.statistics()?;
+        let all = PyDict::new(py);
+        let numbers = [
+            ("data_nbytes", found.data_nbytes),
+            ("used_nbytes", found.used_nbytes),
+            ("largest_free_nbytes", found.largest_free_nbytes),
+            ("num_leases", u64::from(found.num_leases)),
+            ("leases_out", found.leases_out as u64),
+            ("consumers", found.consumers as u64),
+            ("taken", found.taken),
+            ("committed", found.committed),
+            ("aborted", found.aborted),
+            ("released", found.released),
+            ("cancelled", found.cancelled),
+            ("expired", found.expired),
+            ("full", found.full),
+            ("consumers_connected", found.consumers_connected),
+            ("consumers_gone", found.consumers_gone),
+        ];
+        for (name, number) in numbers {
+            all.set_item(name, number)?;
+        }
+        all.set_item("held", found.held.to_vec())?;
+        Ok(all)
+    }
+
+    /// Gives the arena to the worker at the other end of the link; its number as a consumer. Blocks without the GIL.
+    ///
+    /// After an error the link is closed: EndpointGoneError, EndpointRefusedError, EndpointTimeoutError,
+    /// EndpointProtocolError, ArenaError, ClosedError.
+    #[pyo3(signature = (link, *, timeout_s), text_signature = "($self, link, *, timeout_s)")]
+    fn hand_over(&self, py: Python<'_>, link: &Bound<'_, PySenderLink>, timeout_s: Limit) -> PyResult<u32> {
+        let link = link.get().opened()?;
+        Ok(py.detach(|| self.arena.hand_over(&link, timeout_s.0))?)
+    }
+
+    /// Leases of these sizes, side by side, for these consumers; all or none. Blocks without the GIL until there is room.
+    ///
+    /// ArenaFullError at the limit, or at once for what can never fit; ConfigError for a consumer that is not connected;
+    /// ClosedError.
+    #[pyo3(signature = (sizes, consumers, *, timeout_s), text_signature = "($self, sizes, consumers, *, timeout_s)")]
+    fn take(
+        &self,
+        py: Python<'_>,
+        sizes: Vec<usize>,
+        consumers: Vec<u32>,
+        timeout_s: Limit,
+    ) -> PyResult<Vec<PyLeaseWriter>> {
+        let taken = match self.arena.try_take(&sizes, &consumers)? {
+            Some(taken) => taken,
+            None => py.detach(|| self.arena.take(&sizes, &consumers, timeout_s.0))?,
+        };
+        Ok(taken.into_iter().map(PyLeaseWriter::new).collect())
+    }
+
+    /// Takes a lease back that was handed out: who has not begun to read it cannot any more. False when it is over, or is
+    /// still being written. Never blocks. LeaseForgedError, LeaseUnknownArenaError, ClosedError.
+    fn cancel(
+        &self,
+        name: &Bound<'_, PyString>,
+        offset: &Bound<'_, PyAny>,
+        nbytes: &Bound<'_, PyAny>,
+        owner_id: &Bound<'_, PyString>,
+    ) -> PyResult<bool> {
+        Ok(self.arena.cancel(&handle_of(name, offset, nbytes, owner_id)?)?)
+    }
+
+    /// Whether it was closed, or belongs to the process that this one was forked from.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.arena.is_closed()
+    }
+
+    /// Gives out no further lease and ends the thread. Leases that are out stay readable. May be called again.
+    /// LeaseTimeoutError at the limit. Does nothing in a forked child.
+    fn close(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<()> {
+        Ok(py.detach(|| self.arena.close(timeout_s.0))?)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.arena.is_closed() { "closed" } else { "open" };
+        format!("<mmcopy._native.Arena {:016x} {} bytes, {state}>", self.arena.instance(), self.arena.data_nbytes())
+    }
+}
+
+/// A lease that is not finished. Its buffer is the memory itself; dropping it gives it up unless it was committed.
+#[pyclass(frozen, name = "LeaseWriter", module = "mmcopy._native")]
+pub(super) struct PyLeaseWriter {
+    writing: Arc<Writing>,
+}
+
+#[pymethods]
+impl PyLeaseWriter {
+    /// Name of its handle.
+    #[getter]
+    fn name(&self) -> String {
+        self.writing.handle().name()
+    }
+
+    /// First byte in the arena's data.
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.writing.handle().offset()
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.writing.handle().nbytes()
+    }
+
+    /// Owner in its handle.
+    #[getter]
+    fn owner_id(&self) -> String {
+        self.writing.handle().owner_id()
+    }
+
+    /// Fills the whole lease from src, cast on the way when dtypes are given. Once a lease. Consumers see each step as soon
+    /// as all before it are there. Blocks until all is written, without the GIL when it is big; commits nothing.
+    ///
+    /// PayloadError when the lengths differ, CastError, UnknownDtypeError, LeaseBusyError, ClosedError.
+    #[pyo3(
+        signature = (src, *, src_dtype = None, dst_dtype = None, num_threads = Threads::ONE),
+        text_signature = "($self, src, *, src_dtype=None, dst_dtype=None, num_threads=1)"
+    )]
+    fn write(
+        &self,
+        py: Python<'_>,
+        src: ReadBuffer,
+        src_dtype: Option<&str>,
+        dst_dtype: Option<&str>,
+        num_threads: Threads,
+    ) -> PyResult<()> {
+        let cast = match Conversion::optional(src_dtype, dst_dtype)? {
+            None => None,
+            Some(Conversion::Cast(cast)) => Some(cast),
+            Some(Conversion::Copy(dtype)) => {
+                dtype.elements(src.source().nbytes())?;
+                None
+            }
+        };
+        let nbytes = src.nbytes().max(self.nbytes());
+        Ok(detached_when_big(py, nbytes, || self.writing.write(src.source(), cast, num_threads.0))?)
+    }
+
+    /// All bytes are in place: consumers may read them. LeaseBusyError while a write runs, ClosedError when it is over.
+    fn commit(&self) -> PyResult<()> {
+        Ok(self.writing.commit()?)
+    }
+
+    /// Gives it up: consumers get an error instead of the rest. Does nothing when it is over.
+    fn abort(&self) {
+        self.writing.abort();
+    }
+
+    /// Whether it was committed or given up.
+    #[getter]
+    fn over(&self) -> bool {
+        self.writing.is_over()
+    }
+
+    /// Buffers of it that exist. Its block is not given to another lease before they have gone.
+    #[getter]
+    fn num_views(&self) -> usize {
+        self.writing.num_views()
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let lease = slf.get().writing.view()?;
+        // SAFETY: Python calls this to export `slf`, and `__releasebuffer__` for each export.
+        unsafe { exports::writable(slf.as_any(), lease, view, flags) }
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: Python calls this once for each buffer that `__getbuffer__` filled.
+        unsafe { exports::release(view) }
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.writing.is_over() { "over" } else { "open" };
+        format!("<mmcopy._native.LeaseWriter {} {} bytes, {state}>", self.name(), self.nbytes())
+    }
+}
+
+impl PyLeaseWriter {
+    fn new(writing: Writing) -> Self {
+        Self { writing: Arc::new(writing) }
+    }
+}
