@@ -24,6 +24,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to an ``argparse`` sub-parser collection."""
     from mmcopy.bench import plan
 
+    from . import bench_tp
+
     parser = subparsers.add_parser(
         "bench",
         help="measure receiving on this machine against its limit and against plain code",
@@ -90,11 +92,33 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE,...",
         help="slot sizes to try. default: %(default)s",
     )
+    tp = which.add_parser("tp", help="the strategies of a group of ranks", description=bench_tp.DESCRIPTION)
+    _add_common(tp, device_help="cpu, or cuda: rank r takes cuda:r of its host")
+    tp.add_argument(
+        "--ranks", type=_argument(_one_count), metavar="N", help="ranks to start here. default: 2, or one a GPU"
+    )
+    tp.add_argument(
+        "--sizes",
+        type=_argument(plan.parse_sizes),
+        default=bench_tp.DEFAULT_SIZES,
+        metavar="SIZE,...",
+        help="default: %(default)s",
+    )
+    tp.add_argument(
+        "--threads",
+        type=_argument(_one_count),
+        metavar="N",
+        help="copy threads of each rank. default: a receiver's own",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the command line names; its exit code."""
+    if args.benchmark == "tp":
+        from .bench_tp import run_tp_command
+
+        return run_tp_command(args, _effort(args))
     return {"h2d": run_h2d_command, "copy": run_copy_command}[args.benchmark](args)
 
 
@@ -170,8 +194,8 @@ def _guarded(measure: Callable[..., T]) -> T | None:
             return None
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu or cuda:N, where the tensors go. default: %(default)s")
+def _add_common(parser: argparse.ArgumentParser, *, device_help: str = "cpu or cuda:N, where the tensors go") -> None:
+    parser.add_argument("--device", default="cpu", help=f"{device_help}. default: %(default)s")
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--repeats", type=_argument(_one_count), metavar="N", help="rounds a case")
     effort.add_argument(
