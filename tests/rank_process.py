@@ -7,7 +7,6 @@ line. Ends with its stdin. An error is an answer too.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -34,7 +33,8 @@ from mmcopy import (
     shm_namespace_id,
 )
 
-from .ranks import as_json, wanted
+from . import rank_tokenspeed
+from .ranks import as_json, told, wanted
 
 receivers: dict[str, Receiver] = {}
 senders: dict[str, Sender] = {}
@@ -44,17 +44,6 @@ groups: dict[str, Any] = {}
 def item_of(given: dict[str, Any]) -> TensorData:
     payload: Any = Inline(bytes.fromhex(given["inline"])) if "inline" in given else ShmHandle(*given["handle"])
     return TensorData(given["dtype"], tuple(given["shape"]), payload)
-
-
-def told(tensor: torch.Tensor) -> dict[str, Any]:
-    flat = tensor.detach().cpu().reshape(-1)
-    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "sha": hashlib.sha256(raw).hexdigest(),
-        "contiguous": tensor.is_contiguous(),
-    }
 
 
 def bytes_read() -> int:
@@ -222,11 +211,12 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            answer = globals()[command["do"]](command)
+            do = command["do"]
+            answer = (globals().get(do) or getattr(rank_tokenspeed, do))(command)
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
-    for each in [*receivers.values(), *senders.values()]:
+    for each in [*receivers.values(), *senders.values(), *rank_tokenspeed.transports]:
         each.close()
     with contextlib.suppress(RuntimeError):  # after the death of a peer
         dist.destroy_process_group()

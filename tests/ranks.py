@@ -30,6 +30,20 @@ def as_json(item: TensorData) -> dict[str, Any]:
     return given | {"handle": [payload.name, payload.offset, payload.nbytes, payload.owner_id]}
 
 
+def told(tensor: Any) -> dict[str, Any]:
+    """What a rank tells of a torch tensor."""
+    import torch
+
+    flat = tensor.detach().cpu().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "sha": hashlib.sha256(raw).hexdigest(),
+        "contiguous": tensor.is_contiguous(),
+    }
+
+
 def wanted(array: np.ndarray[Any, Any], dtype: str) -> dict[str, Any]:
     """What a rank tells of a tensor that arrived as it should."""
     return {

@@ -109,3 +109,38 @@ def test_what_neither_host_has(ranks: Ranks) -> None:
     answers = ranks.all("receive", receiver="broadcast", items=[*sent["items"], gone])
     assert [answer["error"] for answer in answers] == ["SegmentNotFoundError"] * 2
     assert [each["left"] for each in ranks.all("surroundings")] == [[], []]
+
+
+SHAPES = [[300, 1000], [3], [64, 64]]
+
+
+def test_tokenspeed_features_of_one_host_reach_the_other(ranks: Ranks) -> None:
+    published = ranks.each([None, {"do": "ts_publish", "shapes": SHAPES}])[1]
+    answers = ranks.all("ts_move", features=published["features"])
+    assert [answer.get("tensors", answer) for answer in answers] == [published["told"]] * 2
+    assert [each["left"] for each in ranks.all("surroundings")] == [[], []]
+
+
+def test_tokenspeed_items_are_routed_to_owners_that_cannot_open_them(ranks: Ranks) -> None:
+    first, second = ranks.all("ts_publish", shapes=SHAPES)
+    answers = ranks.all("ts_prepare", features=first["features"])
+    assert answers == [{"cross": [True] * 3, "source": [0] * 3, "reachable": [[True, False]] * 3}] * 2
+    first = ranks.each([{"do": "ts_publish", "shapes": SHAPES}, None])[0]
+    features, told = first["features"] + second["features"], first["told"] + second["told"]
+    answers = ranks.all("ts_route", features=features, owned=[[0, 3, 4], [1, 5, 2]])
+    assert answers[0] == {
+        "remote": [False, False, False, True, True, False],
+        "tensors": [told[0], None, None, told[3], told[4], None],
+    }
+    assert answers[1] == {
+        "remote": [False, True, True, False, False, False],
+        "tensors": [None, told[1], told[2], None, None, told[5]],
+    }
+    assert [each["left"] for each in ranks.all("surroundings")] == [[], []]
+
+
+def test_tokenspeed_owners_that_do_not_fit(ranks: Ranks) -> None:
+    published = ranks.each([{"do": "ts_publish", "shapes": SHAPES}, None])[0]
+    answers = ranks.all("ts_route", features=published["features"], owned=[[0], [1], [2]])
+    assert [answer["error"] for answer in answers] == ["ValueError"] * 2
+    assert [each["left"] for each in ranks.all("surroundings")] == [[], []]

@@ -25,14 +25,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from mmcopy.errors import (
     ConfigError,
     MmcopyError,
-    PeerLostError,
-    ReceiveTimeoutError,
     SegmentNotFoundError,
     SegmentPermissionError,
 )
 from mmcopy.metrics import Counter, Metrics
 from mmcopy.packed import views_into
-from mmcopy.sources import Described, Source, SourceOpener
+from mmcopy.sources import Described, Source
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .agreement import agree, gather_reachability
@@ -50,7 +48,7 @@ from .plan import (
     plan_group,
 )
 
-__all__ = ["CollectiveReceive", "PackedDestination"]
+__all__ = ["CollectiveReceive", "Opener", "PackedDestination"]
 
 
 class PackedDestination(Protocol):
@@ -75,6 +73,18 @@ class PackedDestination(Protocol):
     def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None: ...
 
     def on_current_stream(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def close(self) -> None: ...
+
+
+class Opener(Protocol):
+    """Where sources come from; :class:`mmcopy.sources.SourceOpener` opens them by name."""
+
+    def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]: ...
+
+    def close(self, sources: Sequence[Source], why: str) -> None: ...
+
+    def release(self, items: Sequence[TensorData]) -> int: ...
 
 
 class _Item(NamedTuple):
@@ -118,7 +128,7 @@ class CollectiveReceive:
         group: RankGroup,
         options: ParallelOptions,
         *,
-        opener: SourceOpener,
+        opener: Opener,
         destination: PackedDestination,
         timeout_s: float,
         metrics: Metrics,
@@ -144,7 +154,7 @@ class CollectiveReceive:
         why = "released"
         is_begun = False
         try:
-            with self._turn(deadline), self._destination.on_current_stream():
+            with self.group.turn(deadline), self._destination.on_current_stream():
                 is_begun = True
                 if owners is None:
                     tensors = self._receive(opened, out, deadline)
@@ -156,22 +166,6 @@ class CollectiveReceive:
             self._opener.close(opened.sources, why)
             if not is_begun:
                 self._opener.release(items)
-
-    @contextlib.contextmanager
-    def _turn(self, deadline: float) -> Any:
-        line = self.group.line
-        if not line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise ReceiveTimeoutError("another thread's receive on the same group did not end in time")
-        try:
-            if self.group.lost:
-                raise PeerLostError(
-                    f"rank {self.group.rank} of {self.group.size}: the group was lost before: {self.group.lost}; "
-                    "make new process groups and a new receiver"
-                )
-            line.sequence += 1
-            yield
-        finally:
-            line.order.release()
 
     def _receive(self, opened: _Opened, out: Sequence[Any] | None, deadline: float) -> list[Any]:
         facts = tuple(
@@ -264,7 +258,7 @@ class CollectiveReceive:
             prepare()
         except Exception as error:
             opened.error = error
-            return replace(digest, status=Status.FAILED, body=text_of(error))
+            return digest.having(Status.FAILED, text_of(error))
         if not opened.missing:
             return digest
         is_denied = any(isinstance(error, SegmentPermissionError) for error in opened.missing.values())
@@ -296,10 +290,10 @@ class CollectiveReceive:
         """Read for the others, and wait until all have; one rank's failure is that of all."""
         try:
             read()
-            ready = replace(ready, status=Status.OK, body=b"")
+            ready = ready.having(Status.OK)
         except Exception as error:
             opened.error = error
-            ready = replace(ready, status=Status.FAILED, body=text_of(error))
+            ready = ready.having(Status.FAILED, text_of(error))
         if (failure := first_error(agree(self.group, ready, deadline))) is not None:
             raise failure from opened.error
 

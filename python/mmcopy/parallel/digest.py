@@ -10,7 +10,7 @@ import enum
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,6 +74,10 @@ class Digest:
     def position(self) -> tuple[int, int]:
         """Ranks with the same position are in step."""
         return self.sequence, self.step
+
+    def having(self, status: Status, body: bytes = b"") -> Digest:
+        """The same, with how it went."""
+        return replace(self, status=status, body=body)
 
     def encode(self) -> bytes:
         """The block; a body that is too long is cut."""

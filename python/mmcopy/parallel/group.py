@@ -6,14 +6,15 @@ buffers alive, and the next call on the CPU group waits for it first.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmcopy.errors import ConfigError, MissingDependencyError, PeerLostError, PeerTimeoutError
+from mmcopy.errors import ConfigError, MissingDependencyError, PeerLostError, PeerTimeoutError, ReceiveTimeoutError
 
 from .digest import BLOCK_BYTES
 
@@ -94,6 +95,22 @@ class RankGroup:
     def lost(self) -> str:
         """Why no collective can be made any more; empty while that is not so."""
         return self.line.lost or self._lost
+
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """Around one receive: one at a time, counted. Raises :class:`ReceiveTimeoutError`, :class:`PeerLostError`."""
+        if not self.line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise ReceiveTimeoutError("another thread's receive on the same group did not end in time")
+        try:
+            if self.lost:
+                raise PeerLostError(
+                    f"rank {self.rank} of {self.size}: the group was lost before: {self.lost}; "
+                    "make new process groups and a new receiver"
+                )
+            self.line.sequence += 1
+            yield
+        finally:
+            self.line.order.release()
 
     def exchange(self, block: bytes, deadline: float) -> list[bytes]:
         """Every rank's block, in the order of ranks. Blocks until all are here.

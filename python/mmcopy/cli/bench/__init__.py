@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import copy, e2e, h2d
+from . import copy, e2e, h2d, tp
 
 __all__ = ["add_parser"]
 
@@ -20,5 +20,5 @@ def add_parser(subparsers: Any) -> None:
         description="Measure receiving on this machine. Every path's bytes are checked before anything is timed.",
     )
     which = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for benchmark in (h2d, e2e, copy):
+    for benchmark in (h2d, e2e, copy, tp):
         benchmark.add_parser(which)

@@ -32,9 +32,9 @@ def guarded(measure: Callable[..., T]) -> T | None:
             return None
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser, *, device_help: str = "cpu or cuda:N, where the tensors go") -> None:
     """--device, --repeats or --seconds, and --json."""
-    parser.add_argument("--device", default="cpu", help="cpu or cuda:N, where the tensors go. default: %(default)s")
+    parser.add_argument("--device", default="cpu", help=f"{device_help}. default: %(default)s")
     rounds = parser.add_mutually_exclusive_group()
     rounds.add_argument("--repeats", type=argument(one_count), metavar="N", help="rounds a case")
     rounds.add_argument(

@@ -1,0 +1,80 @@
+"""Items under way: where the bytes of each are, and how the engine gets at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mmcopy.errors import MmcopyError, SegmentNotFoundError
+from mmcopy.metrics import Metrics
+from mmcopy.parallel import ItemFacts
+from mmcopy.sources import InlineSource, SegmentSource, Source, SourceOpener
+from mmcopy.tensors import Inline, ShmHandle, TensorData
+
+from .handle import SHM_DIR, ShmTensorHandle
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AttachedOpener", "DeviceFeatureItem", "Pending"]
+
+
+class DeviceFeatureItem(Protocol):
+    """What is moved: an item with a tensor, with a handle, or with neither."""
+
+    feature: torch.Tensor | None
+    feature_shm: ShmTensorHandle | None
+
+
+class Pending:
+    """One item whose bytes are not on the device yet: in shared memory, or in host memory, as in a message."""
+
+    def __init__(self, item: DeviceFeatureItem) -> None:
+        self.item = item
+        self.handle = item.feature_shm
+        if self.handle is None:
+            assert item.feature is not None
+            self.data = _inline(item.feature.dtype, tuple(item.feature.shape), item.feature)
+        elif self.handle.remote is not None:
+            self.data = _inline(self.handle.dtype, self.handle.shape, self.handle.remote)
+        else:
+            self.data = self.handle.data
+
+    @property
+    def facts(self) -> ItemFacts:
+        """What the choice of a strategy needs to know."""
+        return ItemFacts(self.data.nbytes, self.data.dtype, isinstance(self.data.payload, ShmHandle))
+
+
+def _inline(dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> TensorData:
+    import torch
+
+    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return TensorData(str(dtype).removeprefix("torch."), shape, Inline(memoryview(flat)))
+
+
+class AttachedOpener(SourceOpener):
+    """Takes the segments that handles have open; by name they could be gone, because another rank was faster."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(SHM_DIR, ShmTensorHandle.accept_prefixes, metrics)
+        self._pending: Sequence[Pending] = ()
+
+    def offer(self, pending: Sequence[Pending]) -> list[TensorData]:
+        """What the next receive is about; its items."""
+        self._pending = pending
+        return [each.data for each in pending]
+
+    def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]:
+        missing: dict[int, MmcopyError] = {}
+        for n, (item, each) in enumerate(zip(items, self._pending, strict=True)):
+            payload = item.payload
+            if isinstance(payload, Inline):
+                opened.append(InlineSource(item, payload))
+                continue
+            segment = each.handle.detach() if each.handle is not None else None
+            if segment is None:
+                missing[n] = SegmentNotFoundError(f"segment {payload.name!r} is not attached on this rank")
+            else:
+                opened.append(SegmentSource(item, payload, segment, self._metrics))
+        return missing
