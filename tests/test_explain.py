@@ -34,7 +34,10 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[WorkerEndpoint]:
-    with tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name, WorkerEndpoint(f"{name}/run") as endpoint:
+    with (
+        tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name,
+        WorkerEndpoint(f"{name}/run", max_arenas=0) as endpoint,
+    ):
         yield endpoint
 
 
@@ -196,7 +199,10 @@ def test_a_worker_without_shared_memory_of_ours_is_found_out_by_asking(
 ) -> None:
     other = tmp_path / "shm"
     other.mkdir()
-    with tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name, WorkerEndpoint(name, shm_dir=other) as endpoint:
+    with (
+        tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name,
+        WorkerEndpoint(name, shm_dir=other, max_arenas=0) as endpoint,
+    ):
         options = {"endpoint_path": endpoint.path, "shm_namespace_id": shm_namespace_id()}
         with cpu_receiver("/dev/shm") as receiver, Served(receiver, options) as urls:
             (worker,) = explained(capsys, "--worker", urls[0], "--multimodal-tensor-transport", "auto")["workers"]

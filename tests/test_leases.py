@@ -336,6 +336,22 @@ def test_a_worker_without_an_endpoint_refuses_leases(sender: Sender, side: Side)
     side.receiver.receive(data)
 
 
+def test_a_worker_that_takes_no_arena_gets_segments(sockets: pathlib.Path, segments: Callable[[], list[str]]) -> None:
+    with (
+        WorkerEndpoint(sockets, max_arenas=0) as endpoint,
+        Receiver("cpu", framework="numpy") as receiver,
+        Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB) as sender,
+    ):
+        spec = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": endpoint.path})
+        assert sender.prove(spec, timeout_s=20).reason is None
+        data = sender.send(random_bytes(1000), worker=spec)
+        assert data.path == "segment"
+        assert receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
+        assert sender.metrics.get(Counter.ARENA_HAND_OVERS, "EndpointRefusedError") == 1
+        assert sender.prove(spec, timeout_s=20).reason is None  # it has not gone
+    assert segments() == []
+
+
 def test_close_waits_for_what_is_out_and_no_longer(side: Side) -> None:
     metrics = Metrics()
     sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB, metrics=metrics)

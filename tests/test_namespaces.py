@@ -80,7 +80,7 @@ def directory() -> Iterator[pathlib.Path]:
 
 def paths_and_sums(worker: Worker, *labels: str) -> tuple[str, str, int | None]:
     """Which way a tensor goes, why inline, and the sum of what the worker received by shared memory."""
-    with Sender(TransportConfig(mode="auto")) as sender:
+    with Sender(TransportConfig(mode="auto"), arena_bytes=0) as sender:
         data = sender.send(BIG, worker=worker.spec(*labels))
         reason = next(iter(sender.metrics.snapshot().get("inline_fallbacks", {})), "")
         if isinstance(data.payload, ShmHandle):
@@ -161,7 +161,7 @@ def test_a_sender_whose_own_shared_memory_is_read_only_sends_inline(directory: p
 import json, sys
 import numpy as np, mmcopy
 spec = mmcopy.WorkerSpec("grpc://w", labels=json.loads(sys.argv[1]))
-with mmcopy.Sender(mmcopy.TransportConfig(mode="auto")) as sender:
+with mmcopy.Sender(mmcopy.TransportConfig(mode="auto"), arena_bytes=0) as sender:
     sender.send(np.ones(1 << 16, np.uint8), worker=spec)
     print(json.dumps(sender.metrics.snapshot()))
 """

@@ -109,7 +109,7 @@ def take(shm_dir: pathlib.Path, data: TensorData) -> None:
 
 def test_the_first_tensor_goes_by_shared_memory_already(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
     worker = start().spec
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         for _ in range(20):
             data = sender.send(BIG, worker=worker)
             assert data.path == "segment"
@@ -127,7 +127,7 @@ def test_another_directory_is_noticed_whatever_the_labels_say(
     other.mkdir()
     spec = start(shm_dir=other).spec
     spec = WorkerSpec(spec.url, labels={**spec.labels, "shm_namespace_id": shm_namespace_id(str(shm_dir))})
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         assert sender.send(BIG, worker=spec).path == "inline"
         assert fallbacks(sender) == {"proof_failed": 1}
         found = sender.prove(spec)
@@ -141,7 +141,7 @@ def test_a_killed_worker_gets_nothing_more_and_what_it_was_sent_is_taken_back(
     shm_dir: pathlib.Path, start: Callable[..., Worker]
 ) -> None:
     worker, other = start(), start(url="grpc://other")
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         for _ in range(3):
             assert sender.send(BIG, worker=worker.spec).path == "segment"
         kept = sender.send(BIG, worker=other.spec)
@@ -158,7 +158,7 @@ def test_a_killed_worker_gets_nothing_more_and_what_it_was_sent_is_taken_back(
 
 def test_also_where_shared_memory_is_forced(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
     worker = start()
-    with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir) as sender:
+    with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
         assert sender.send(BIG, worker=worker.spec).path == "segment"
         assert settle(lambda: sender.metrics.get(Counter.PROOFS, "ok") == 1)  # connected, in the background
         worker.kill()
@@ -169,7 +169,7 @@ def test_also_where_shared_memory_is_forced(shm_dir: pathlib.Path, start: Callab
 
 def test_a_forced_segment_needs_no_socket(shm_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
     spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": str(tmp_path / "nobody.sock")})
-    with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir) as sender:
+    with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
         for _ in range(3):
             take(shm_dir, sender.send(BIG, worker=spec))
             assert settle(lambda: sender.metrics.get(Counter.PROOFS, "gone") >= 1)
@@ -178,7 +178,7 @@ def test_a_forced_segment_needs_no_socket(shm_dir: pathlib.Path, tmp_path: pathl
 
 def test_a_worker_that_starts_again_is_used_again(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
     first = start()
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         assert sender.send(BIG, worker=first.spec).path == "segment"
         first.kill()
         assert settle(lambda: segments(shm_dir) == [])
@@ -219,7 +219,7 @@ def test_a_worker_that_comes_back_on_the_same_path_is_found(shm_dir: pathlib.Pat
 
 def test_a_worker_that_hangs_costs_a_bounded_wait_once(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
     worker = start()
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         worker.signal(signal.SIGSTOP)
         assert settle(lambda: "T" in pathlib.Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2])
         assert sender.send(BIG, worker=worker.spec).path == "inline"
@@ -236,7 +236,7 @@ def test_a_worker_that_hangs_costs_a_bounded_wait_once(shm_dir: pathlib.Path, st
 def test_a_proof_has_an_age_and_is_renewed_while_it_is_used(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        with Sender(TransportConfig(mode="auto", proof_max_age_s=0.2), shm_dir=shm_dir) as sender:
+        with Sender(TransportConfig(mode="auto", proof_max_age_s=0.2), shm_dir=shm_dir, arena_bytes=0) as sender:
             ok = 0
             for _ in range(3):
                 take(shm_dir, sender.send(BIG, worker=spec))
@@ -249,7 +249,7 @@ def test_a_proof_has_an_age_and_is_renewed_while_it_is_used(shm_dir: pathlib.Pat
 def test_a_distrusted_proof_is_made_again(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        with Sender(AUTO, shm_dir=shm_dir) as sender:
+        with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
             take(shm_dir, sender.send(BIG, worker=spec))
             sender.distrust(spec)
             shm_dir.rename(shm_dir.with_name("away"))  # the first failure drops it
@@ -264,7 +264,7 @@ def test_a_distrusted_proof_is_made_again(shm_dir: pathlib.Path, directory: path
 
 def test_many_threads_ask_once(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
     spec = start().spec
-    with Sender(AUTO, shm_dir=shm_dir) as sender:
+    with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         gate = threading.Barrier(8)
 
         def publish() -> None:
@@ -303,7 +303,7 @@ def test_a_sender_that_is_dropped_or_closed_ends_its_connections(
 ) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        sender = Sender(AUTO, shm_dir=shm_dir)
+        sender = Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)
         sender.cancel(sender.send(BIG, worker=spec))
         assert endpoint.statistics()["links"] == 1
         sender.close()
@@ -311,7 +311,7 @@ def test_a_sender_that_is_dropped_or_closed_ends_its_connections(
         assert settle(lambda: endpoint.statistics()["links"] == 0)
         with pytest.raises(ClosedError):
             sender.prove(spec)
-        sender = Sender(AUTO, shm_dir=shm_dir)
+        sender = Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)
         sender.cancel(sender.send(BIG, worker=spec))
         assert endpoint.statistics()["links"] == 1
         del sender
@@ -325,7 +325,7 @@ def test_closing_while_a_worker_is_asked_takes_nothing_back(
 ) -> None:
     """A link that the sender ends itself says nothing of the worker, who keeps what was handed over."""
     worker = start()
-    sender = Sender(AUTO, shm_dir=shm_dir)
+    sender = Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)
     data = sender.send(BIG, worker=worker.spec)
     worker.signal(signal.SIGSTOP)
     assert settle(lambda: "T" in pathlib.Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2])
@@ -356,7 +356,7 @@ def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, direct
 def test_a_forked_child_asks_nobody(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        with Sender(AUTO, shm_dir=shm_dir) as sender:
+        with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
             sender.cancel(sender.send(BIG, worker=spec))
             child = os.fork()
             if child == 0:
@@ -383,7 +383,7 @@ def test_a_worker_of_another_user_cannot_read_and_says_so(shm_dir: pathlib.Path,
     directory.parent.chmod(0o711)
     worker = Worker(directory, shm_dir, 65534)
     try:
-        with Sender(AUTO, shm_dir=shm_dir) as sender:
+        with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
             assert sender.send(BIG, worker=worker.spec).path == "inline"
             assert fallbacks(sender) == {"proof_failed": 1}
             assert "65534" in sender.prove(worker.spec).detail

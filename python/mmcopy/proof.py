@@ -310,6 +310,8 @@ class Prover:
         with self._lock:
             if known.link is link:
                 known.consumer = consumer
+                if consumer is None and link.closed:  # by us: it says nothing about the worker
+                    known.link = None
 
     def _note(
         self, known: _Worker, link: SenderLink | None, started: float, *, proved: bool, gone: bool, reason: str

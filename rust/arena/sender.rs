@@ -135,7 +135,8 @@ impl Arena {
 
     /// Gives the arena to the worker at the other end of the link; the number that it has as a consumer from now on.
     /// Blocks until the worker has mapped it. The link may be closed afterwards; whether the worker lives is told by a
-    /// pipe of its own. After an error the link is closed, so that both sides start anew.
+    /// pipe of its own. A worker that refuses it keeps its link; after any other error that is closed, so that both sides
+    /// start anew.
     pub fn hand_over(&self, link: &SenderLink, limit: Duration) -> Result<u32> {
         let inner = &self.inner;
         let (consumer, passed) = Consumer::new(inner.num_leases)?;
@@ -160,7 +161,9 @@ impl Arena {
         let mut state = inner.lock();
         state.offered &= !(1 << slot);
         if let Err(error) = outcome {
-            link.close();
+            if !matches!(error, Error::Endpoint(crate::endpoint::Fault::Refused { .. })) {
+                link.close();
+            }
             return Err(error);
         }
         if state.is_closing {

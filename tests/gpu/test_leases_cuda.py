@@ -31,8 +31,8 @@ from mmcopy import (
 )
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.metrics import Counter
+from tests.conftest import settle
 
-from ..conftest import settle
 from .test_receiver_cuda import hold, random_bytes, raw
 
 pytestmark = pytest.mark.gpu

@@ -34,7 +34,7 @@ def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
         return
     from mmcopy.integrations.smg.ask import ask_worker, with_advertised
 
-    with Sender(TransportConfig(mode="auto"), shm_dir=shm_dir) as sender:
+    with Sender(TransportConfig(mode="auto"), shm_dir=shm_dir, arena_bytes=0) as sender:
         for url in workers:
             worker = WorkerSpec(url)
             try:

@@ -26,6 +26,9 @@ __all__ = ["SIZES", "Explanation", "LegLines", "WorkerLines", "explain"]
 
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 64 << 10, "64 MiB": 64 << 20}
 """The sizes whose way is told."""
+TRIAL_ARENA_BYTES = 1 << 20
+"""To see whether a worker takes an arena."""
+
 PROOF_LIMIT_S = 2.0
 
 
@@ -84,7 +87,7 @@ def explain(
     environment = read_environment(environ)
     warnings: dict[str, None] = dict.fromkeys(environment.smg.warnings)
     lines: list[WorkerLines] = []
-    with Sender(config.transport, shm_dir=shm_dir, environ=environ) as sender:
+    with Sender(config.transport, shm_dir=shm_dir, environ=environ, arena_bytes=TRIAL_ARENA_BYTES) as sender:
         for asked in config.workers:
             worker, fault = asked, ""
             try:

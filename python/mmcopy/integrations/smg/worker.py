@@ -44,9 +44,10 @@ class SmgWorker:
     The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default), and
     ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
     directory, "": none is told, so that ``auto`` sends inline). None is told either where the directory is read-only to
-    this process, which could then not remove what it was sent. ``endpoint_path`` is the socket of a
-    :class:`mmcopy.endpoint.WorkerEndpoint`, by which mmcopy's own senders prove that this worker reads what they write;
-    the endpoint stays the caller's. ``port`` 0 takes a free one.
+    this process, which could then not remove what it was sent. ``endpoint_path`` is the socket by which mmcopy's own
+    senders prove that this worker reads what they write, and hand their arenas over (None: that of the receiver's
+    endpoint, if it has one; "": none). An endpoint that is not the receiver's must take no arenas. ``port`` 0 takes a
+    free one.
 
     The methods other than :meth:`receive` belong to one event loop. The receiver stays the caller's: close it after
     :meth:`stop`. Raises :class:`mmcopy.ConfigError` for a bad argument.
@@ -64,7 +65,7 @@ class SmgWorker:
         port: int = 0,
         receive_threads: int = 2,
         receive_timeout_s: float = 60.0,
-        endpoint_path: str = "",
+        endpoint_path: str | None = None,
     ) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}, want one of {', '.join(get_args(Engine))}")
@@ -88,6 +89,8 @@ class SmgWorker:
             if not can_remove:
                 _log.warning("%s cannot be written: tensors come inline under auto", receiver.shm_dir)
         self.shm_namespace_id = shm_namespace_id
+        if endpoint_path is None:
+            endpoint_path = receiver.endpoint.path if receiver.endpoint is not None else ""
         self.endpoint_path = endpoint_path if can_remove else ""
         self._receive_threads = receive_threads
         self._receive_timeout_s = receive_timeout_s
