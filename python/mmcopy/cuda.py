@@ -62,6 +62,7 @@ class _CopyStream:
 
     def __init__(self, torch: Any, runtime: Any, device_index: int) -> None:
         self.stream = torch.cuda.Stream(device_index)
+        self._device_index = device_index
         self._pointer: int = self.stream.cuda_stream
         self._runtime = runtime
         self._host_to_device = runtime.memcpyHostToDevice
@@ -88,6 +89,10 @@ class _CopyStream:
             _log.warning("the driver refuses to write marks from a stream (%s): the host writes them", result)
             return False
         return True
+
+    def bind_thread(self) -> None:
+        """Make the device the calling thread's: without it a call could make a context on another."""
+        self._runtime.setDevice(self._device_index)
 
     def new_event(self) -> _Event:
         """A new event behind what is queued."""
@@ -148,7 +153,6 @@ class CudaDestination:
                 endpoint,
                 on_device=lambda: torch.cuda.device(device_index),
                 new_event=self._copy_stream.new_event,
-                poll=self._direct.poll,
                 device=name,
             )
 
@@ -189,11 +193,16 @@ class CudaDestination:
     def _in_place(self, sources: Sequence[Source]) -> list[int]:
         """Which of the sources the GPU can read where they are."""
         assert self._arenas is not None
-        return [
-            n
-            for n, source in enumerate(sources)
-            if isinstance(source, LeaseSource) and self._arenas.is_registered(source.arena)
-        ]
+        registered: dict[int, bool] = {}
+        found = []
+        for n, source in enumerate(sources):
+            if isinstance(source, LeaseSource):
+                arena = source.arena  # one object for all leases of a request
+                if id(arena) not in registered:
+                    registered[id(arena)] = self._arenas.is_registered(arena)
+                if registered[id(arena)]:
+                    found.append(n)
+        return found
 
     def _move_direct(
         self,
@@ -306,7 +315,7 @@ class CudaDestination:
         if self._arenas is not None:
             with self._torch.cuda.device(self._index):
                 wait_for_event(self._copy_stream.new_event(), deadline, what="copies out of arenas")
-                self._direct.poll()
+            self._direct.close(deadline)
             self._arenas.close(deadline)
         self._pool.close(max(0.0, deadline - time.monotonic()))
 

@@ -3,13 +3,14 @@
 Nothing is staged: the H2D reads what the sender wrote. Leases that lie side by side in the arena as their tensors do in
 the destination are one copy. A lease that is still being written is followed: as the watermark passes a step, that
 step is copied. Behind the last copy the copy stream itself writes each lease's mark, which its sender reads, so that
-nobody waits for the GPU; where the driver refuses such writes, an event stands behind the copies, and whoever
-comes by when it has happened writes the marks.
+nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where the driver refuses such writes, an
+event stands behind the copies, and a thread writes the marks when it has happened.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -21,6 +22,8 @@ from .ring import CopyEvent
 
 __all__ = ["DirectCopies", "Run", "merge_runs"]
 
+_MOST_STREAM_MARKS = 16
+_POLL_S = 50e-6
 _LEAST_STEP_BYTES, _MOST_STEP_BYTES, _STEPS = 256 << 10, 4 << 20, 16
 
 
@@ -42,6 +45,9 @@ class DirectLink(Protocol):
 
     def new_event(self) -> CopyEvent:
         """An event behind what is queued."""
+
+    def bind_thread(self) -> None:
+        """Called once on a thread that asks for events."""
 
 
 def merge_runs(runs: Sequence[Run], *, max_gap_bytes: int) -> list[Run]:
@@ -68,8 +74,10 @@ class DirectCopies:
         self._link = link
         self._device = device
         self._metrics = metrics
-        self._lock = threading.Lock()
-        self._behind: deque[tuple[CopyEvent, list[LeaseSource]]] = deque()
+        self._changed = threading.Condition()
+        self._behind: deque[tuple[CopyEvent, Sequence[LeaseSource]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def run(
         self,
@@ -85,7 +93,6 @@ class DirectCopies:
         written already is queued. Blocks while senders write. On an error the leases of which copies were queued are
         marked behind those, and the others are the caller's to release. Raises as :meth:`LeaseSource.wait`.
         """
-        self.poll()
         begun: list[LeaseSource] = []
         try:
             whole: list[Run] = []
@@ -107,19 +114,14 @@ class DirectCopies:
         finally:
             self._mark(begun)
 
-    def poll(self) -> None:
-        """Write the marks whose event has happened. Never blocks."""
-        if not self._behind:
-            return
-        with self._lock:
-            while self._behind and self._behind[0][0].query():
-                for source in self._behind.popleft()[1]:
-                    source.release("received")
-
-    @property
-    def num_behind(self) -> int:
-        """Receives whose marks wait for an event."""
-        return len(self._behind)
+    def close(self, deadline: float) -> None:
+        """End the thread, if there is one. All copies that were queued must have happened."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _follow(self, source: LeaseSource, dest: int) -> None:
         nbytes, done = source.data.nbytes, 0
@@ -130,17 +132,39 @@ class DirectCopies:
             done = there
 
     def _mark(self, sources: Sequence[LeaseSource]) -> None:
-        unmarked = []
-        for source in sources:
-            address, value = source.lease.mark
-            if self._link.write_word(address, value):
+        written = 0
+        if len(sources) <= _MOST_STREAM_MARKS:
+            for source in sources:
+                if not self._link.write_word(*source.lease.mark):
+                    break
                 source.lease.hand_on()
-                self._metrics.count(Counter.LEASES_RELEASED, "received")
-            else:
-                unmarked.append(source)
-        if unmarked:
-            event = self._link.new_event()
-            for source in unmarked:
-                source.is_kept = True
-            with self._lock:
-                self._behind.append((event, unmarked))
+                written += 1
+        if written:
+            self._metrics.count(Counter.LEASES_RELEASED, "received", written)
+        if written < len(sources):
+            self._mark_behind(self._link.new_event(), sources[written:])
+
+    def _mark_behind(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
+        for source in sources:
+            source.is_kept = True
+        with self._changed:
+            self._behind.append((event, sources))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="mmcopy-marks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        self._link.bind_thread()
+        while True:
+            with self._changed:
+                while not self._behind and not self._closed:
+                    self._changed.wait()
+                if not self._behind:
+                    return
+                event, sources = self._behind[0]
+            while not event.query():
+                time.sleep(_POLL_S)
+            self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in sources))
+            with self._changed:
+                self._behind.popleft()

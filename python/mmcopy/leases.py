@@ -11,15 +11,18 @@ import numpy as np
 from . import _native
 from .errors import LeaseUnknownArenaError, MmcopyError
 from .metrics import Counter, Metrics
-from .tensors import ShmHandle, TensorData
+from .tensors import LEASE_PREFIX, ShmHandle, TensorData
 
 if TYPE_CHECKING:
     from .endpoint import WorkerEndpoint
     from .sources import ByteArray
 
-__all__ = ["LeaseOpener", "LeaseSource"]
+__all__ = ["LeaseOpener", "LeaseRequest", "LeaseSource"]
 
 _log = logging.getLogger(__name__)
+
+_ARENA_ID = slice(len(LEASE_PREFIX), len(LEASE_PREFIX) + 16)
+"""Where a lease's name tells its arena; the name is checked when it is claimed."""
 
 _STEP_BYTES = 4 << 20
 """How far a copy into host memory follows a sender that is still writing, at a time."""
@@ -28,17 +31,27 @@ _STEP_BYTES = 4 << 20
 class LeaseSource:
     """Bytes in an arena. ``lease`` is held until :meth:`release`, or until somebody else writes its mark.
 
-    The sender may still be writing: only the bytes up to the watermark are the tensor's.
+    The sender may still be writing: only the bytes up to the watermark are the tensor's. ``address`` is where it begins
+    in this process.
     """
 
-    offset = 0
+    __slots__ = ("_metrics", "address", "arena", "data", "deadline", "is_kept", "lease", "offset")
 
     def __init__(
-        self, data: TensorData, arena: _native.ArenaMap, lease: _native.Lease, *, deadline: float, metrics: Metrics
+        self,
+        data: TensorData,
+        arena: _native.ArenaMap,
+        lease: _native.Lease,
+        address: int,
+        *,
+        deadline: float,
+        metrics: Metrics,
     ) -> None:
         self.data = data
+        self.offset = 0
         self.arena = arena
         self.lease = lease
+        self.address = address
         self.deadline = deadline
         self.is_kept = False
         """Somebody else releases it later: copies out of it are still queued."""
@@ -49,11 +62,6 @@ class LeaseSource:
         """All bytes, read-only. Blocks until the sender has written them. Raises as :meth:`wait`."""
         self.wait(self.data.nbytes)
         return memoryview(self.lease)
-
-    @property
-    def address(self) -> int:
-        """Where the tensor begins in this process."""
-        return self.arena.data_address + self.lease.offset
 
     def wait(self, upto: int) -> int:
         """Block until ``upto`` bytes are written; how many are. Raises :class:`LeaseAbortedError`,
@@ -72,14 +80,40 @@ class LeaseSource:
     def remove(self, why: str) -> None:
         """A lease has no name that others could open."""
 
-    def release(self, why: str) -> None:
-        """Let the sender have it back, unless that was done. Never raises."""
+    def release(self) -> bool:
+        """Let the sender have it back; False when that was done before, or failed, which is counted. Never raises."""
         try:
-            if self.lease.release():
-                self._metrics.count(Counter.LEASES_RELEASED, why)
+            return self.lease.release()
         except MmcopyError as error:
             self._metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
             _log.warning("could not release lease %s: %s", self.lease.name, error)
+            return False
+
+
+class LeaseRequest:
+    """Claims the leases of one request; they are mostly of one arena, which is looked for once."""
+
+    def __init__(self, endpoint: _native.WorkerEndpoint | None, metrics: Metrics, *, deadline: float) -> None:
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._deadline = deadline
+        self._arenas: dict[str, tuple[_native.ArenaMap, int]] = {}
+
+    def open(self, data: TensorData, handle: ShmHandle) -> LeaseSource:
+        """Claim a lease. Never blocks. Raises a :class:`LeaseError`, or :class:`ClosedError`."""
+        found = self._arenas.get(handle.name[_ARENA_ID])
+        arena, start = found if found is not None else self._find(handle)
+        lease = arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        return LeaseSource(data, arena, lease, start + handle.offset, deadline=self._deadline, metrics=self._metrics)
+
+    def _find(self, handle: ShmHandle) -> tuple[_native.ArenaMap, int]:
+        arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
+        if arena is None:
+            why = "this receiver has no endpoint" if self._endpoint is None else "no sender that is connected has it"
+            raise LeaseUnknownArenaError(f"lease {handle.name}: arena {arena_id} is not mapped here: {why}")
+        self._arenas[arena_id] = (arena, arena.data_address)
+        return self._arenas[arena_id]
 
 
 class LeaseOpener:
@@ -90,16 +124,9 @@ class LeaseOpener:
         self._metrics = metrics
         self._timeout_s = timeout_s
 
-    def open(self, data: TensorData, handle: ShmHandle) -> LeaseSource:
-        """Claim a lease. Never blocks. Raises a :class:`LeaseError`, or :class:`ClosedError`."""
-        arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
-        if arena is None:
-            why = "this receiver has no endpoint" if self._endpoint is None else "no sender that is connected has it"
-            raise LeaseUnknownArenaError(f"lease {handle.name}: arena {arena_id} is not mapped here: {why}")
-        lease = arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        deadline = time.monotonic() + self._timeout_s
-        return LeaseSource(data, arena, lease, deadline=deadline, metrics=self._metrics)
+    def request(self) -> LeaseRequest:
+        """For the leases of one request."""
+        return LeaseRequest(self._endpoint, self._metrics, deadline=time.monotonic() + self._timeout_s)
 
     def release(self, handle: ShmHandle) -> bool:
         """Claim a lease and let go of it, unread; False when there is nothing to let go of. Never raises."""

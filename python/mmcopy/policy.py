@@ -105,14 +105,31 @@ class Policy:
 
         A lease where all receivers have our arena: they hold its memory, so there is nothing left to prove.
         """
-        choice = choose(delivery, nbytes)
-        if (choice.reason is None or choice.reason in _CURED_BY_AN_ARENA) and self.consumers(delivery):
-            return Choice("lease")
-        if choice.reason is None:
-            for worker in delivery.receivers:
-                if self.is_gone(worker):
-                    return Choice("inline", Reason.WORKER_GONE, f"worker {worker.url} has gone")
-        return choice
+        return self.choose_each(delivery, [nbytes])[0]
+
+    def choose_each(self, delivery: Delivery, sizes: Sequence[int]) -> list[Choice]:
+        """:meth:`choose` for each of the tensors of one request."""
+        consumers: tuple[int, ...] | None = None
+        gone: Choice | None = None
+        choices = []
+        for nbytes in sizes:
+            choice = choose(delivery, nbytes)
+            if choice.reason is None or choice.reason in _CURED_BY_AN_ARENA:
+                if consumers is None:
+                    consumers = self.consumers(delivery)
+                    gone = self._gone(delivery)
+                if consumers:
+                    choice = Choice("lease")
+                elif choice.reason is None and gone is not None:
+                    choice = gone
+            choices.append(choice)
+        return choices
+
+    def _gone(self, delivery: Delivery) -> Choice | None:
+        for worker in delivery.receivers:
+            if self.is_gone(worker):
+                return Choice("inline", Reason.WORKER_GONE, f"worker {worker.url} has gone")
+        return None
 
     def consumers(self, delivery: Delivery) -> tuple[int, ...]:
         """The receivers' numbers as consumers of our arena; none unless all of them have it."""

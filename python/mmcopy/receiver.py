@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
@@ -338,11 +338,19 @@ class Receiver:
         finally:
             with self._stage(Stage.CLOSE):
                 self._opener.close(sources, why)
-        for item, tensor in zip(items, tensors, strict=True):
-            if tensor is not None:  # another rank's own
-                self.metrics.count(Counter.TENSORS_RECEIVED, item.path)
-                self.metrics.count(Counter.BYTES_RECEIVED, item.path, item.nbytes)
+        self._count(item for item, tensor in zip(items, tensors, strict=True) if tensor is not None)
         return tensors
+
+    def _count(self, received: Iterable[TensorData]) -> None:
+        tensors: dict[str, int] = {}
+        nbytes: dict[str, int] = {}
+        for item in received:
+            path = item.path
+            tensors[path] = tensors.get(path, 0) + 1
+            nbytes[path] = nbytes.get(path, 0) + item.nbytes
+        for path, count in tensors.items():
+            self.metrics.count(Counter.TENSORS_RECEIVED, path, count)
+            self.metrics.count(Counter.BYTES_RECEIVED, path, nbytes[path])
 
     def _flatten(
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any

@@ -48,14 +48,12 @@ class ArenaRegistry:
         *,
         on_device: Callable[[], Any],
         new_event: Callable[[], CopyEvent],
-        poll: Callable[[], None],
         device: str,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint.native
         self._on_device = on_device
         self._new_event = new_event
-        self._poll = poll
         self._device = device
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], _Registered] = {}
@@ -134,7 +132,6 @@ class ArenaRegistry:
                 for arena in self._endpoint.arenas():
                     self._find(arena)
                 with self._on_device():
-                    self._poll()
                     self._let_go()
             except MmcopyError as error:  # the endpoint is closed
                 if not self._stopping:

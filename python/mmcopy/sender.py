@@ -346,7 +346,8 @@ class Sender:
     def _send_group(self, outgoing: Sequence[_Outgoing], delivery: Delivery) -> list[TensorData]:
         """Those that can be leases as one group, the others one by one; all, or none."""
         sent: dict[int, TensorData] = {}
-        grouped = [n for n, out in enumerate(outgoing) if self._policy.choose(delivery, out.nbytes).path == "lease"]
+        choices = self._policy.choose_each(delivery, [out.nbytes for out in outgoing])
+        grouped = [n for n, choice in enumerate(choices) if choice.path == "lease"]
         try:
             writers = None
             if grouped:

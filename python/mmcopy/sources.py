@@ -20,7 +20,7 @@ from .errors import (
     SegmentNotFoundError,
     SegmentPermissionError,
 )
-from .leases import LeaseOpener, LeaseSource
+from .leases import LeaseOpener, LeaseRequest, LeaseSource
 from .metrics import Counter, Metrics
 from .tensors import Inline, ShmHandle, TensorData
 
@@ -129,9 +129,10 @@ class SourceOpener:
         """
         sources: list[Source] = []
         names: set[str] = set()
+        leases = self._leases.request()
         try:
             for item in items:
-                self._open_one(item, sources, names)
+                self._open_one(item, sources, names, leases)
         except BaseException:
             self.close(sources, "released")
             self.release(items[len(sources) :])
@@ -146,9 +147,10 @@ class SourceOpener:
         """
         missing: dict[int, MmcopyError] = {}
         names: set[str] = set()
+        leases = self._leases.request()
         for n, item in enumerate(items):
             try:
-                self._open_one(item, opened, names)
+                self._open_one(item, opened, names, leases)
             except (SegmentNotFoundError, SegmentPermissionError) as error:
                 missing[n] = error
         return missing
@@ -157,14 +159,16 @@ class SourceOpener:
         """Remove what is not removed yet, and let go of all. The pages of large segments are freed on another thread,
         so that this does not block for them."""
         segments = []
-        nbytes = 0
+        nbytes = released = 0
         for source in sources:
             source.remove(why)
             if isinstance(source, SegmentSource):
                 segments.append(source.native)
                 nbytes += source.native.file_nbytes
             elif isinstance(source, LeaseSource) and not source.is_kept:
-                source.release(why)
+                released += source.release()
+        if released:
+            self._metrics.count(Counter.LEASES_RELEASED, why, released)
         if nbytes >= _REAP_BYTES and self._reaper.pending <= _REAP_BACKLOG:
             self._reaper.close_later(segments)
         else:
@@ -193,13 +197,13 @@ class SourceOpener:
         """Wait until all that was closed is freed; False when the limit comes first."""
         return self._reaper.join(timeout_s)
 
-    def _open_one(self, item: TensorData, sources: list[Source], names: set[str]) -> None:
+    def _open_one(self, item: TensorData, sources: list[Source], names: set[str], leases: LeaseRequest) -> None:
         handle = item.payload
         if isinstance(handle, Inline):
             sources.append(InlineSource(item, handle))
             return
         if handle.is_lease:
-            sources.append(self._leases.open(item, handle))
+            sources.append(leases.open(item, handle))
             return
         segment = self._open(handle)
         if segment.name in names:
