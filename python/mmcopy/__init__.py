@@ -13,6 +13,7 @@ from . import _native
 from ._native import CASTS, __version__, shm_namespace_id
 from .config import ResolvedTransport, TransportConfig, TransportMode, WorkerSpec
 from .errors import (
+    ArenaConsumerError,
     ArenaError,
     ArenaFullError,
     ArenaMemoryError,
@@ -63,6 +64,7 @@ from .tensors import DTYPES, Inline, ShmHandle, TensorData
 __all__ = [
     "CASTS",
     "DTYPES",
+    "ArenaConsumerError",
     "ArenaError",
     "ArenaFullError",
     "ArenaMemoryError",
