@@ -30,7 +30,7 @@ test: setup-dev test-rust test-loom test-python ## run every test, Rust's and Py
 test-rust: ## run the Rust tests
 	cargo test
 
-test-loom: ## run the copy pool's hand-over through every order of its steps
+test-loom: ## run the copy pool's hand-over and the arena's leases through every order of their steps
 	RUSTFLAGS="--cfg loom" cargo test --release --lib --target-dir target/loom loom
 
 test-python: setup-dev ## run the Python tests; ARGS="-k name" picks

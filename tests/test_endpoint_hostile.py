@@ -86,7 +86,7 @@ def expect_end(peer: socket.socket) -> str:
         (probe(b"x" * 1025), "name of 1025 bytes, at most 1024 allowed"),
         (bytes(2049), "a frame of more than 2048 bytes"),
         (bytes(100_000), "a frame of more than 2048 bytes"),
-        (frame(OFFER, 1, bytes(32)), "descriptors were lost on the way: 0 of 2 arrived"),
+        (frame(OFFER, 1, bytes(32)), "descriptors were lost on the way: 0 of 4 arrived"),
     ],
 )  # fmt: skip
 def test_a_bad_frame_ends_the_connection_and_says_why(endpoint: WorkerEndpoint, bad: bytes, reason: str) -> None:

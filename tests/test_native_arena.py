@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mmcopy import (
+    ArenaConsumerError,
     ArenaError,
     ArenaFullError,
     ArenaMemoryError,
@@ -368,9 +369,11 @@ def test_options_and_report() -> None:
 
 
 def test_consumers_that_there_are_not(arena: _native.Arena) -> None:
-    for consumers in ([0], [16], [2**32 - 1], []):
-        with pytest.raises(ConfigError):
-            arena.take([1], consumers, timeout_s=LIMIT_S)
+    for slot in (0, 16, 2**32 - 1):
+        with pytest.raises(ArenaConsumerError, match=f"consumer {slot} is not connected"):
+            arena.take([1], [slot], timeout_s=LIMIT_S)
+    with pytest.raises(ConfigError, match="consumers is empty"):
+        arena.take([1], [], timeout_s=LIMIT_S)
     with pytest.raises(OverflowError):
         arena.take([-1], [0], timeout_s=0)
 

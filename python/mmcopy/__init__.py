@@ -27,6 +27,7 @@ from .config import (
     wire_dtype,
 )
 from .errors import (
+    ArenaConsumerError,
     ArenaError,
     ArenaFullError,
     ArenaMemoryError,
@@ -83,6 +84,7 @@ from .tensors import DTYPES, Inline, ShmHandle, TensorData
 __all__ = [
     "CASTS",
     "DTYPES",
+    "ArenaConsumerError",
     "ArenaError",
     "ArenaFullError",
     "ArenaMemoryError",

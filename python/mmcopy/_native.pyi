@@ -527,8 +527,9 @@ class Arena:
     def hand_over(self, link: SenderLink, *, timeout_s: float) -> int:
         """Give the arena to the worker at the other end of ``link``; the number that it has as a consumer.
 
-        Blocks, without the GIL, until the worker has mapped it. The link may be closed afterwards. After an error it is
-        closed, so that both sides start anew. Raises :class:`~mmcopy.errors.EndpointGoneError`,
+        Blocks, without the GIL, until the worker has mapped it. Keep the link open as long as the worker shall receive
+        leases: for the worker its end is ours. After an error it is closed, so that both sides start anew. Raises
+        :class:`~mmcopy.errors.EndpointGoneError`,
         :class:`~mmcopy.errors.EndpointRefusedError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
         :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.ArenaError` and
         :class:`~mmcopy.errors.ClosedError`.
@@ -538,7 +539,7 @@ class Arena:
         """Leases of these sizes for these consumers, side by side, each at a multiple of 256 bytes; all or none.
 
         Blocks, without the GIL, until there is room. Raises :class:`~mmcopy.errors.ArenaFullError` at the limit, and at
-        once for what can never fit; :class:`~mmcopy.errors.ConfigError` for a consumer that is not connected.
+        once for what can never fit; :class:`~mmcopy.errors.ArenaConsumerError` for a consumer that has gone.
         """
 
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:

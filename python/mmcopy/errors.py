@@ -8,6 +8,7 @@ same classes.
 from __future__ import annotations
 
 __all__ = [
+    "ArenaConsumerError",
     "ArenaError",
     "ArenaFullError",
     "ArenaMemoryError",
@@ -204,6 +205,10 @@ class ArenaError(MmcopyError, RuntimeError):
 
 class ArenaMemoryError(ArenaError, MemoryError):
     """More memory than the control group or the machine has left; the message has the numbers."""
+
+
+class ArenaConsumerError(ArenaError):
+    """A consumer that has gone, or never had the arena: hand it over again."""
 
 
 class ArenaFullError(ArenaError):

@@ -134,8 +134,8 @@ impl Arena {
     }
 
     /// Gives the arena to the worker at the other end of the link; the number that it has as a consumer from now on.
-    /// Blocks until the worker has mapped it. The link may be closed afterwards; whether the worker lives is told by a
-    /// pipe of its own. A worker that refuses it keeps its link; after any other error that is closed, so that both sides
+    /// Blocks until the worker has mapped it. Keep the link open as long as the worker shall receive leases: for the worker
+    /// its end is ours. A worker that refuses it keeps its link; after any other error that is closed, so that both sides
     /// start anew.
     pub fn hand_over(&self, link: &SenderLink, limit: Duration) -> Result<u32> {
         let inner = &self.inner;

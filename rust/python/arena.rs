@@ -155,7 +155,7 @@ impl PyArena {
 
     /// Gives the arena to the worker at the other end of the link; its number as a consumer. Blocks without the GIL.
     ///
-    /// After an error the link is closed: EndpointGoneError, EndpointRefusedError, EndpointTimeoutError,
+    /// Keep the link open as long as the worker shall receive leases. After an error it is closed: EndpointGoneError, EndpointRefusedError, EndpointTimeoutError,
     /// EndpointProtocolError, ArenaError, ClosedError.
     #[pyo3(signature = (link, *, timeout_s), text_signature = "($self, link, *, timeout_s)")]
     fn hand_over(&self, py: Python<'_>, link: &Bound<'_, PySenderLink>, timeout_s: Limit) -> PyResult<u32> {
@@ -165,7 +165,7 @@ impl PyArena {
 
     /// Leases of these sizes, side by side, for these consumers; all or none. Blocks without the GIL until there is room.
     ///
-    /// ArenaFullError at the limit, or at once for what can never fit; ConfigError for a consumer that is not connected;
+    /// ArenaFullError at the limit, or at once for what can never fit; ArenaConsumerError for a consumer that has gone;
     /// ClosedError.
     #[pyo3(signature = (sizes, consumers, *, timeout_s), text_signature = "($self, sizes, consumers, *, timeout_s)")]
     fn take(

@@ -49,7 +49,8 @@ const fn endpoint_class_name(fault: &endpoint::Fault) -> &'static str {
 
 const fn arena_class_name(fault: &arena::Fault) -> &'static str {
     match fault {
-        arena::Fault::Option { .. } | arena::Fault::NoConsumer { .. } => "ConfigError",
+        arena::Fault::Option { .. } => "ConfigError",
+        arena::Fault::NoConsumer { .. } => "ArenaConsumerError",
         arena::Fault::Memory { .. } => "ArenaMemoryError",
         arena::Fault::Io { .. } | arena::Fault::Offered { .. } | arena::Fault::Consumers { .. } => "ArenaError",
         arena::Fault::Full { .. } => "ArenaFullError",
