@@ -206,7 +206,10 @@ def main() -> None:
     store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    backend = os.environ.get("RANK_BACKEND", "gloo")
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     print(json.dumps({}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, assert_type
 
 import mmcopy
-from mmcopy import Metrics, Receiver, TensorData
+from mmcopy import Metrics, ParallelOptions, Receiver, TensorData
 from mmcopy.integrations.smg import ModelInfo, MultimodalItem, SmgWorker, WorkerRequest
 from mmcopy.wire import tokenspeed, vllm
 
@@ -21,6 +21,13 @@ def the_result_has_the_form_of_the_items(
     assert_type(receiver.receive({(0, "grid"): one}), dict[tuple[int, str], Any])
     receiver.receive({"pixels": b"bytes"})  # type: ignore[dict-item]
     receiver.receive(b"bytes")  # type: ignore[arg-type]
+
+
+def a_group(receiver: Receiver, some: list[TensorData], named: dict[str, TensorData]) -> None:
+    Receiver("cuda:0", group=object(), cpu_group=object(), parallel=ParallelOptions(strategy="scatter"))
+    Receiver("cuda:0", group=object(), parallel={"strategy": "scatter"})  # type: ignore[arg-type]
+    assert_type(receiver.receive_owned(some, [0, 1]), list[Any])
+    assert_type(receiver.receive_owned(named, {"pixels": 0}), dict[str, Any])
 
 
 def options_are_keywords() -> None:

@@ -25,6 +25,8 @@ def agree(group: RankGroup, mine: Digest, deadline: float) -> list[Digest]:
     Blocks until every rank is here. Raises :class:`ParallelMismatchError` on all alike, :class:`PeerTimeoutError` when
     a rank is not here in time or has given this receive up, and :class:`PeerLostError`.
     """
+    if group.size == 1:
+        return [mine]
     while True:
         digests = [Digest.decode(block) for block in group.exchange(mine.encode(), deadline)]
         foremost = max(digest.position for digest in digests)
