@@ -230,7 +230,7 @@ fn handles_that_are_not_right_are_typed_errors() {
     let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
     let (slot, map, _link) = worker.connect(&arena);
     let other = Worker::new();
-    let (other_slot, ..) = other.connect(&arena);
+    let (other_slot, _their_map, _their_link) = other.connect(&arena);
     let handle = send(&arena, &[7; 100], &[slot]).unwrap();
     let changed = |change: &dyn Fn(&mut LeaseHandle)| {
         let mut changed = handle;
