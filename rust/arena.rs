@@ -68,6 +68,7 @@ mod mapping;
 mod memfd;
 mod options;
 mod progress;
+mod reclaim;
 mod record;
 mod sender;
 mod sync;

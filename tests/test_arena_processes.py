@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from mmcopy import _native
+from mmcopy import ArenaConsumerError, EndpointGoneError, EndpointRefusedError, EndpointTimeoutError, _native
+from mmcopy.endpoint import SenderLink, WorkerEndpoint
 
-from .arena_rig import LIMIT_S, MIB, Handle, Process, Worker, connect, pattern, send
+from .arena_rig import LIMIT_S, MIB, Handle, Process, Worker, connect, handle_of, pattern, send
 from .conftest import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -188,6 +191,95 @@ def test_two_senders_and_two_workers_and_each_side_restarted(start: Start, tmp_p
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_worker_that_is_stopped_reaches_the_limit(start: Start, tmp_path: pathlib.Path) -> None:
+    worker = start("worker", tmp_path / "run")
+    path = worker.ask("path")
+    arena = _native.Arena(MIB)
+    link = SenderLink.connect(path, timeout_s=LIMIT_S)
+    worker.process.send_signal(signal.SIGSTOP)
+    state = pathlib.Path(f"/proc/{worker.process.pid}/task")
+    assert settle(lambda: all(one.read_text().rpartition(") ")[2][0] == "T" for one in state.glob("*/stat")))
+    with pytest.raises(EndpointTimeoutError, match="the worker's answer to an arena did not end within 50ms"):
+        arena.hand_over(link.native, timeout_s=0.05)
+    assert link.closed
+    link.close()
+    assert arena.statistics()["consumers"] == 0
+    worker.process.send_signal(signal.SIGCONT)
+    # It maps what waited for it, sees that the sender has gone, and lets go again.
+    assert settle(lambda: worker.ask("arenas") == 0)
+    slot, link = connect(arena, path)
+    assert slot == 0
+    assert worker.ask("receive", handle=send(arena, pattern(10, 1), [slot]), nbytes=10, seed=1)
+    link.close()
+    arena.close(LIMIT_S)
+    assert worker.end() == 0
+
+
+def test_workers_that_die_under_load(start: Start, tmp_path: pathlib.Path) -> None:
+    """Two threads send to a worker each and to both, while one worker is killed and replaced again and again."""
+    arena = _native.Arena(2 * MIB)
+    workers = [start("worker", tmp_path / "run") for _ in range(2)]
+    connected = [connect(arena, worker.ask("path")) for worker in workers]
+    counts = [0, 0]
+    is_over = threading.Event()
+    failures: list[BaseException] = []
+
+    def receive(at: int, handle: Handle, nbytes: int, seed: int) -> None:
+        assert workers[at].ask("receive", handle=handle, nbytes=nbytes, seed=seed)
+        counts[at] += 1
+
+    def load(at: int) -> None:
+        chance = random.Random(at)
+        try:
+            while not is_over.is_set():
+                nbytes, seed = chance.randrange(600_000), chance.randrange(1000)
+                slots = [connected[at][0]] if chance.random() < 0.7 else [slot for slot, _ in connected]
+                (writer,) = arena.take([nbytes], slots, timeout_s=LIMIT_S)
+                if chance.random() < 0.1:
+                    del writer  # forgotten
+                    continue
+                writer.write(pattern(nbytes, seed))
+                writer.commit()
+                try:
+                    receive(at, handle_of(writer), nbytes, seed)
+                finally:  # the other worker does not get the message, and the one that died not either
+                    arena.cancel(*handle_of(writer))
+        except BaseException as error:
+            failures.append(error)
+
+    for round_number in range(4):
+        is_over.clear()
+        threads = [threading.Thread(target=load, args=(at,)) for at in range(2)]
+        for thread in threads:
+            thread.start()
+        threading.Event().wait(0.3)
+        if round_number % 2 == 0:
+            workers[0].process.kill()  # in the middle of whatever it does
+        else:
+            is_over.set()
+        threads[0].join(timeout=60)
+        is_over.set()
+        threads[1].join(timeout=60)
+        assert not any(thread.is_alive() for thread in threads)
+        if round_number % 2 == 0:
+            # The thread of the worker that died, and the other's when it took for both in that moment.
+            assert all(isinstance(error, (AssertionError, BrokenPipeError, ArenaConsumerError)) for error in failures)
+            failures.clear()
+            connected[0][1].close()
+            workers[0] = start("worker", tmp_path / "run")
+            connected[0] = connect(arena, workers[0].ask("path"))
+        assert failures == []
+    assert min(counts) > 10
+    assert settle(lambda: arena.statistics()["leases_out"] == 0), arena.statistics()
+    found = arena.statistics()
+    assert found["used_nbytes"] == 0
+    assert found["taken"] == found["committed"] + found["aborted"]
+    assert (found["consumers"], found["consumers_gone"], found["full"]) == (2, 2, 0)
+    for _, link in connected:
+        link.close()
+    arena.close(LIMIT_S)
+
+
 def test_many_leases_cost_no_descriptors(tmp_path: pathlib.Path) -> None:
     arena = _native.Arena(4 * MIB)
     with Worker(tmp_path / "run") as worker:
@@ -207,9 +299,6 @@ def test_a_worker_short_of_descriptors_says_so(tmp_path: pathlib.Path, start: St
     arena = _native.Arena(MIB)
     worker = start("worker", tmp_path / "run")
     path = worker.ask("path")
-    from mmcopy import EndpointGoneError, EndpointRefusedError
-    from mmcopy.endpoint import SenderLink
-
     link = SenderLink.connect(path, timeout_s=LIMIT_S)
     pid = worker.process.pid
     in_use = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
@@ -249,8 +338,6 @@ def test_containers_that_share_only_the_sockets_directory(start: Start, tmp_path
 @pytest.mark.root
 def test_a_worker_of_another_user_gets_the_arena_by_descriptor(tmp_path: pathlib.Path, start: Start) -> None:
     """0600 segments cannot cross users; descriptors can."""
-    from mmcopy.endpoint import SenderLink, WorkerEndpoint
-
     read, write = os.pipe()
     directory = f"/tmp/mmcopy-test-arena-{os.getpid()}"
     child = os.fork()

@@ -12,21 +12,13 @@ use super::fault::Fault;
 use super::handle::LeaseHandle;
 use super::layout::{self, Header, MOST_LEASES};
 use super::mapping::Mapping;
-use super::table::{Lease, MAX_CONSUMERS, Table};
+use super::reclaim::slots_of;
+use super::table::{MAX_CONSUMERS, Table};
 use super::writing::Writing;
 use super::{HugePages, Options, Report, Statistics, budget, memfd};
 use crate::endpoint::{Offer, SenderLink};
 use crate::fork::Process;
 use crate::{Error, Result, owner};
-
-/// The thread looks again after this when somebody waits or something has just come back.
-const SHORT_PAUSE: Duration = Duration::from_micros(50);
-/// Longest pause while somebody waits for room.
-const WAITING_PAUSE: Duration = Duration::from_millis(1);
-/// Longest pause while leases are out.
-const LONG_PAUSE: Duration = Duration::from_millis(10);
-/// How often consumers are asked whether they live.
-const ALIVE_PAUSE: Duration = Duration::from_millis(5);
 
 /// An arena: one a sender, for all its workers. Dropping it closes it; the memory goes with the last mapping, here or in
 /// a worker.
@@ -42,12 +34,12 @@ pub(super) struct Inner {
     pub(super) instance: u64,
     pub(super) data: Mapping,
     pub(super) control: Mapping,
-    num_leases: u32,
-    unclaimed_limit: Duration,
+    pub(super) num_leases: u32,
+    pub(super) unclaimed_limit: Duration,
     report: Report,
     state: Mutex<State>,
-    freed: Condvar,
-    work: Condvar,
+    pub(super) freed: Condvar,
+    pub(super) work: Condvar,
     pub(super) process: Process,
 }
 
@@ -57,20 +49,21 @@ struct Files {
     control: OwnedFd,
 }
 
+/// What the books say, and who waits.
 #[derive(Debug)]
-struct State {
-    table: Table,
+pub(super) struct State {
+    pub(super) table: Table,
     /// What is handed over, until it is closed.
     files: Option<Arc<Files>>,
-    consumers: [Option<Consumer>; MAX_CONSUMERS],
+    pub(super) consumers: [Option<Consumer>; MAX_CONSUMERS],
     /// Slots of hand-overs that are under way.
     offered: u32,
-    asked_alive: Instant,
-    num_waiting: usize,
-    is_parked: bool,
-    is_closing: bool,
-    has_ended: bool,
-    counters: Statistics,
+    pub(super) asked_alive: Instant,
+    pub(super) num_waiting: usize,
+    pub(super) is_parked: bool,
+    pub(super) is_closing: bool,
+    pub(super) has_ended: bool,
+    pub(super) counters: Statistics,
 }
 
 impl Arena {
@@ -335,7 +328,7 @@ impl State {
 }
 
 impl Inner {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -398,94 +391,6 @@ impl Inner {
             counters.committed += 1;
         }
     }
-
-    fn cancel_lease(&self, consumers: &[Option<Consumer>; MAX_CONSUMERS], index: u32, lease: &mut Lease) {
-        lease.is_cancelled = true;
-        layout::record(&self.control, index).cancel();
-        for slot in slots_of(lease.remaining) {
-            let has_claimed = consumers[slot].as_ref().is_some_and(|consumer| {
-                layout::marks(&consumer.marks, self.num_leases, index).is_claimed(lease.entry.generation)
-            });
-            if !has_claimed {
-                lease.remaining &= !(1 << slot);
-            }
-        }
-    }
-
-    /// Reads the marks of all leases that are out and frees what nobody reads any more; how many leases.
-    fn sweep(&self, state: &mut State, asks_alive: bool) -> usize {
-        let now = Instant::now();
-        let State { table, consumers, counters, asked_alive, .. } = state;
-        let mut gone = 0;
-        if asks_alive || now.duration_since(*asked_alive) >= ALIVE_PAUSE {
-            *asked_alive = now;
-            gone = Consumer::gone(consumers.iter().enumerate().filter_map(|(slot, one)| Some((slot, one.as_ref()?))));
-        }
-        let freed = table.sweep(|index, lease| {
-            if lease.remaining & gone != 0 {
-                lease.remaining &= !gone;
-                lease.entry.consumers &= !gone;
-                // The slot can be another consumer's soon, which must not claim this lease.
-                layout::record(&self.control, index).keep_consumers(lease.entry.consumers);
-            }
-            let mut has_unclaimed = false;
-            for slot in slots_of(lease.remaining) {
-                let Some(consumer) = consumers[slot].as_ref() else {
-                    lease.remaining &= !(1 << slot);
-                    continue;
-                };
-                let marks = layout::marks(&consumer.marks, self.num_leases, index);
-                if marks.is_released(lease.entry.generation) {
-                    lease.remaining &= !(1 << slot);
-                    counters.released += 1;
-                } else {
-                    has_unclaimed |= !marks.is_claimed(lease.entry.generation);
-                }
-            }
-            let is_old = now.duration_since(lease.since) >= self.unclaimed_limit;
-            if has_unclaimed && is_old && !lease.is_writing && !lease.is_cancelled {
-                counters.expired += 1;
-                self.cancel_lease(consumers, index, lease);
-            }
-        });
-        for index in &freed {
-            layout::record(&self.control, *index).retire();
-        }
-        for slot in slots_of(gone) {
-            consumers[slot] = None;
-            counters.consumers_gone += 1;
-        }
-        freed.len()
-    }
-
-    /// The thread: looks at the marks while leases are out, and sleeps while none is.
-    fn give_back(&self) {
-        let mut pause = SHORT_PAUSE;
-        let mut state = self.lock();
-        while !state.is_closing {
-            if state.table.num_outstanding() == 0 {
-                state.is_parked = true;
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
-                state.is_parked = false;
-                pause = SHORT_PAUSE;
-                continue;
-            }
-            if self.sweep(&mut state, false) > 0 {
-                self.freed.notify_all();
-                pause = SHORT_PAUSE;
-            } else {
-                pause = (pause * 2).min(LONG_PAUSE);
-            }
-            let most = if state.num_waiting > 0 { WAITING_PAUSE } else { LONG_PAUSE };
-            state = self.work.wait_timeout(state, pause.min(most)).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        state.has_ended = true;
-        self.work.notify_all();
-    }
-}
-
-fn slots_of(mask: u32) -> impl Iterator<Item = usize> {
-    (0..MAX_CONSUMERS).filter(move |slot| mask & (1 << slot) != 0)
 }
 
 /// Bytes and leases that these options ask for.
