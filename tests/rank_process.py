@@ -7,6 +7,7 @@ line. Ends with its stdin. An error is an answer too.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -165,6 +166,7 @@ def many(command: dict[str, Any]) -> dict[str, Any]:
     states, wrong = [], 0
     write(0)
     dist.barrier()
+    gc.disable()  # what only a collection would free counts as growth
     for n in range(count):
         if n + 1 < count:
             write(n + 1)
@@ -173,7 +175,25 @@ def many(command: dict[str, Any]) -> dict[str, Any]:
         wrong += int(got[4095]) != n % 251 or int(grid) != n
         if n in (count // 10, count - 1):
             states.append(state())
+    gc.enable()
     return {"wrong": wrong, "states": states}
+
+
+def many_failing(command: dict[str, Any]) -> dict[str, Any]:
+    """Receives that fail on every rank, each with a MiB of its own, and no garbage collection."""
+    receiver = receivers[command["receiver"]]
+    missing = TensorData("uint8", (4,), ShmHandle(command["name"], 0, 4))
+    states, kinds = [], set()
+    gc.disable()
+    for n in range(command["count"]):
+        try:
+            receiver.receive([TensorData("uint8", (1 << 20,), Inline(b"x" * (1 << 20))), missing])
+        except MmcopyError as error:
+            kinds.add(type(error).__name__)
+        if n in (9, command["count"] - 1):
+            states.append(state())
+    gc.enable()
+    return {"states": states, "errors": list(kinds)}
 
 
 def publish(command: dict[str, Any]) -> dict[str, Any]:

@@ -208,6 +208,17 @@ def test_a_rank_that_dies_between_the_agreement_and_the_collective(mortal_ranks:
     assert {answer["error"] for answer in answers.values()} <= {"PeerLostError", "PeerTimeoutError"}
 
 
+@pytest.mark.parametrize(
+    ("name", "error"), [("mmcopy-missing", "SegmentNotFoundError"), ("passwd", "SegmentNameError")]
+)
+def test_receives_that_fail_keep_no_memory(ranks: Ranks, name: str, error: str) -> None:
+    for answer in ranks.all("many_failing", receiver="scatter", count=70, name=name):
+        assert answer["errors"] == [error]
+        early, late = answer["states"]
+        assert late["rss_kib"] - early["rss_kib"] < 16 << 10
+        assert late["descriptors"] == early["descriptors"]
+
+
 def test_receive_async_is_refused_and_leaves_nothing(ranks: Ranks, sender: Sender) -> None:
     answers = ranks.all("receive_async", receiver="each", items=[as_json(sender.send(RAW))])
     assert [answer["error"] for answer in answers] == ["ConfigError"] * SIZE

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmcopy import ConfigError, Inline, Receiver, Sender, ShmHandle, TensorData, TransportConfig
+from mmcopy import ConfigError, Inline, Receiver, Sender, ShmHandle, TensorData, TransportConfig, _native
 from mmcopy.parallel.owned import plan_transfers
 
 from .conftest import settle
@@ -128,6 +128,20 @@ def test_an_owned_item_goes_to_its_owner_alone(ranks: Ranks, send: Send) -> None
         assert least <= answer["read"] < least + 60_000
     received = sum(answer["metrics"]["tensors_received"].get("segment", 0) for answer in answers)
     assert received >= 4
+
+
+def test_an_empty_segment_of_another_host(ranks: Ranks, send: Send, hosts: list[pathlib.Path]) -> None:
+    """A gateway writes files of no bytes, too; there is nothing to send of one."""
+    full = arrays(70_000)[0]
+    for options in ({}, {"owners": [1, 1]}, {"owners": [0, 1]}):
+        _native.write_segment(hosts[0], "mmcopy-empty", b"")
+        items = [send(full, 0), TensorData("int64", (0, 3), ShmHandle("mmcopy-empty", 0, 0))]
+        expected = [wanted(full, "uint8"), wanted(np.zeros((0, 3), np.int64), "int64")]
+        answers = ranks.receive(items, receiver="each", **options)
+        owners: Any = options.get("owners")
+        for rank, answer in enumerate(answers):
+            mine = [each if owners is None or owners[n] == rank else None for n, each in enumerate(expected)]
+            assert answer.get("tensors") == mine, answer
 
 
 def test_owned_items_of_one_host_need_no_message(ranks: Ranks, send: Send) -> None:

@@ -48,7 +48,7 @@ class Counter(enum.StrEnum):
     SLOT_WAITS = "slot_waits"
     """By device: how often the copy threads had to wait because every staging slot still had a copy to do."""
     GROUP_RECEIVES = "group_receives"
-    """By strategy: receives on a group of ranks; mixed where some tensors had to come from another host."""
+    """By strategy: receives on a group of ranks; mixed where some tensors had to come from another host, owned."""
 
 
 class Stage(enum.StrEnum):

@@ -152,7 +152,7 @@ class SourceOpener:
             try:
                 self._open_one(item, opened, names, leases)
             except (SegmentNotFoundError, SegmentPermissionError) as error:
-                missing[n] = error
+                missing[n] = error.with_traceback(None)  # which refers to `missing`, and would keep all of this
         return missing
 
     def close(self, sources: Sequence[Source], why: str) -> None:

@@ -34,9 +34,9 @@ from mmcopy.sources import Described, Source
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .agreement import agree, gather_reachability
-from .digest import READY_STEP, Digest, Status, first_error, hash_items, hash_options, pack_bits, text_of
+from .digest import READY_STEP, Digest, Status, hash_items, hash_options, pack_bits, raise_failure, text_of
 from .group import RankGroup
-from .owned import Transfer, arrived, host_buffer, plan_transfers, read_for
+from .owned import Transfer, arrived, host_buffer, nothing, plan_transfers, read_for
 from .plan import (
     GroupPlan,
     ItemFacts,
@@ -101,6 +101,10 @@ class _Opened:
         self.base: Any = None
         self.error: Exception | None = None
 
+    def clear(self) -> None:
+        """Let go of all. An error's traceback refers to this object, and would keep the bytes for as long."""
+        self.sources, self.missing, self.base, self.error = [], {}, None, None
+
     @property
     def bits(self) -> list[bool]:
         return [n not in self.missing for n in range(len(self.items))]
@@ -164,6 +168,7 @@ class CollectiveReceive:
             return tensors
         finally:
             self._opener.close(opened.sources, why)
+            opened.clear()
             if not is_begun:
                 self._opener.release(items)
 
@@ -212,8 +217,9 @@ class CollectiveReceive:
                     f"owners is {list(owners)}, want one rank of 0 to {size - 1} for each of {len(opened.items)} items"
                 )
 
-        mine = self._open(opened, prepare, tuple(owners))
-        reachable = self._agree(opened, mine, deadline) or ((True,) * len(owners),) * size
+        opening = self._open(opened, prepare, tuple(owners))
+        reachable = self._agree(opened, opening, deadline) or ((True,) * len(owners),) * size
+        self._metrics.count(Counter.GROUP_RECEIVES, "owned")
         opened.remove_names()
         transfers = plan_transfers([item.data.nbytes for item in opened.items], owners, reachable)
         sources = opened.by_item
@@ -227,7 +233,7 @@ class CollectiveReceive:
                     if rank == transfer.source:
                         read_for(transfer, sources, buffers[-1][1])
 
-            self._say_how(opened, replace(mine, step=READY_STEP), fill, deadline)
+            self._say_how(opened, replace(opening, step=READY_STEP), fill, deadline)
             self.group.transfer(
                 [(buffer, transfer.owner) for transfer, buffer in buffers if transfer.source == rank],
                 [(buffer, transfer.source) for transfer, buffer in buffers if transfer.owner == rank],
@@ -237,7 +243,8 @@ class CollectiveReceive:
                 if transfer.owner == rank:
                     sources.update(arrived(transfer, [item.data for item in opened.items], buffer))
         own = [n for n, owner in enumerate(owners) if owner == rank]
-        tensors = self._destination.move([sources[n] for n in own], out=None, while_copying=lambda: None)
+        mine = [sources.get(n) or nothing(opened.items[n].data) for n in own]
+        tensors = self._destination.move(mine, out=None, while_copying=lambda: None)
         by_item = dict(zip(own, tensors, strict=True))
         return [by_item.get(n) for n in range(len(owners))]
 
@@ -267,8 +274,7 @@ class CollectiveReceive:
     def _agree(self, opened: _Opened, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
         """Who reaches what; None: everybody everything. Raises what is wrong on any rank."""
         digests = agree(self.group, mine, deadline)
-        if (failure := first_error(digests)) is not None:
-            raise failure from opened.error
+        raise_failure(digests, opened.error)
         reachable = gather_reachability(self.group, digests, opened.bits, deadline)
         if reachable is not None and (n := first_unreached(reachable)) is not None:
             self._raise_unreached(opened, n, is_denied=any(digest.is_denied for digest in digests))
@@ -294,8 +300,7 @@ class CollectiveReceive:
         except Exception as error:
             opened.error = error
             ready = ready.having(Status.FAILED, text_of(error))
-        if (failure := first_error(agree(self.group, ready, deadline))) is not None:
-            raise failure from opened.error
+        raise_failure(agree(self.group, ready, deadline), opened.error)
 
     def _collect(self, base: Any, plan: GroupPlan, deadline: float) -> None:
         for section in plan.sections:

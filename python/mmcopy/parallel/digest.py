@@ -27,10 +27,10 @@ __all__ = [
     "Digest",
     "Status",
     "check_agreement",
-    "first_error",
     "hash_items",
     "hash_options",
     "pack_bits",
+    "raise_failure",
     "text_of",
     "unpack_bits",
 ]
@@ -146,16 +146,17 @@ def text_of(error: BaseException) -> bytes:
     return f"{type(error).__name__}\0{error}".encode(errors="replace")
 
 
-def first_error(digests: Sequence[Digest]) -> Exception | None:
-    """The error of the lowest rank that failed: of its class where that is one of mmcopy's."""
+def raise_failure(digests: Sequence[Digest], own: BaseException | None) -> None:
+    """Raise the error of the lowest rank that failed, if one did, from this rank's ``own``: the same on every rank, of
+    its class where that is one of mmcopy's, :class:`PeerFailedError` otherwise."""
     for rank, digest in enumerate(digests):
         if digest.status is Status.FAILED:
             name, _, message = digest.body.decode(errors="replace").partition("\0")
             kind = getattr(errors, name, None)
+            # Not by way of a variable: with one the error would refer to itself, and keep what the callers hold.
             if isinstance(kind, type) and issubclass(kind, MmcopyError):
-                return kind(f"rank {rank} of the group: {message}")
-            return PeerFailedError(f"rank {rank} of the group: {name}: {message}")
-    return None
+                raise kind(f"rank {rank} of the group: {message}") from own
+            raise PeerFailedError(f"rank {rank} of the group: {name}: {message}") from own
 
 
 def pack_bits(bits: Sequence[bool], part: int) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmcopy.config import default_num_threads
 from mmcopy.errors import DeviceMemoryError
 from mmcopy.plan import ALIGN_BYTES
 from mmcopy.sources import InlineSource, Source
@@ -17,7 +18,7 @@ from mmcopy.tensors import Inline, TensorData
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transfer", "arrived", "host_buffer", "plan_transfers", "read_for"]
+__all__ = ["Transfer", "arrived", "host_buffer", "nothing", "plan_transfers", "read_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,18 @@ def host_buffer(nbytes: int) -> torch.Tensor:
         raise DeviceMemoryError(f"the host has no room for a message: wanted {nbytes} bytes") from error
 
 
-def read_for(transfer: Transfer, sources: Mapping[int, Source], buffer: torch.Tensor, *, num_threads: int = 1) -> None:
+def nothing(data: TensorData) -> Source:
+    """The source of an empty tensor whose segment is elsewhere."""
+    payload = Inline(b"")
+    return InlineSource(TensorData(data.dtype, data.shape, payload), payload)
+
+
+def read_for(transfer: Transfer, sources: Mapping[int, Source], buffer: torch.Tensor) -> None:
     """Fill the message's ``buffer`` on its source. Blocks; raises what reading raises."""
     flat = buffer.numpy()
     for item, start in zip(transfer.items, transfer.starts, strict=True):
         source = sources[item]
-        source.read_into(flat[start : start + source.data.nbytes], num_threads=num_threads)
+        source.read_into(flat[start : start + source.data.nbytes], num_threads=default_num_threads())
 
 
 def arrived(transfer: Transfer, items: Sequence[TensorData], buffer: torch.Tensor) -> dict[int, Source]:

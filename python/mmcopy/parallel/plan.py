@@ -158,7 +158,7 @@ def first_unreached(reachable: Sequence[Sequence[bool]]) -> int | None:
     return next((n for n, column in enumerate(zip(*reachable, strict=True)) if not any(column)), None)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def plan_group(
     items: tuple[ItemFacts, ...],
     *,

@@ -9,7 +9,7 @@ from typing import Any
 from mmcopy.errors import SegmentNotFoundError
 from mmcopy.parallel import ParallelOptions
 from mmcopy.parallel.agreement import agree, gather_reachability
-from mmcopy.parallel.digest import Digest, Status, first_error, hash_items, hash_options, pack_bits, text_of
+from mmcopy.parallel.digest import Digest, Status, hash_items, hash_options, pack_bits, raise_failure, text_of
 from mmcopy.parallel.group import RankGroup
 from mmcopy.parallel.plan import first_unreached
 
@@ -62,14 +62,13 @@ def discover(handles: Sequence[ShmTensorHandle], group: RankGroup, *, timeout_s:
         try:
             bits = [handle.try_attach() for handle in handles]
         except Exception as error:
-            own = error
+            own = error.with_traceback(None)  # which refers to this frame
             mine = mine.having(Status.FAILED, text_of(error))
         else:
             if not all(bits):
                 mine = mine.having(Status.PARTIAL, pack_bits(bits, 0))
         digests = agree(group, mine, deadline)
-        if (failure := first_error(digests)) is not None:
-            raise failure from own
+        raise_failure(digests, own)
         reachable = gather_reachability(group, digests, bits, deadline)
     if reachable is not None and (n := first_unreached(reachable)) is not None:
         raise SegmentNotFoundError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mmcopy.errors import SegmentNotFoundError
 from mmcopy.parallel import ParallelOptions
 from mmcopy.parallel.agreement import agree
-from mmcopy.parallel.digest import READY_STEP, Digest, Status, first_error, hash_items, hash_options, text_of
+from mmcopy.parallel.digest import READY_STEP, Digest, Status, hash_items, hash_options, raise_failure, text_of
 from mmcopy.parallel.group import RankGroup
 from mmcopy.parallel.owned import Transfer, plan_transfers
 
@@ -53,10 +53,9 @@ def route(group: RankGroup, handles: Sequence[ShmTensorHandle], owners: Sequence
         try:
             _fill(group.rank, transfers, handles, buffers)
         except Exception as error:
-            own = error
+            own = error.with_traceback(None)  # which refers to this frame
             ready = ready.having(Status.FAILED, text_of(error))
-        if (failure := first_error(agree(group, ready, deadline))) is not None:
-            raise failure from own
+        raise_failure(agree(group, ready, deadline), own)
         group.transfer(
             [(buffers[n], each.owner) for n, each in enumerate(transfers) if each.source == group.rank],
             [(buffers[n], each.source) for n, each in enumerate(transfers) if each.owner == group.rank],
