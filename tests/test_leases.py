@@ -336,6 +336,19 @@ def test_a_worker_without_an_endpoint_refuses_leases(sender: Sender, side: Side)
     side.receiver.receive(data)
 
 
+def test_a_rank_without_the_arena_is_one_that_cannot_reach_the_lease(sender: Sender, side: Side) -> None:
+    """On a group another rank, which has it, brings the bytes."""
+    data = sender.send(random_bytes(1000), worker=side.spec)
+    inline = TensorData("uint8", (1,), Inline(b"x"))
+    with Receiver("cpu", framework="numpy") as elsewhere:
+        opened: list[Any] = []
+        missing = elsewhere._opener.open_reachable([inline, data], opened)
+    assert [type(error) for error in missing.values()] == [LeaseUnknownArenaError]
+    assert list(missing) == [1]
+    assert len(opened) == 1
+    assert side.receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
+
+
 def test_a_worker_that_takes_no_arena_gets_segments(sockets: pathlib.Path, segments: Callable[[], list[str]]) -> None:
     with (
         WorkerEndpoint(sockets, max_arenas=0) as endpoint,

@@ -68,7 +68,7 @@ def test_a_strategy_can_be_forced(name: str) -> None:
     [
         ({"strategy": "spread"}, "ParallelOptions.strategy is 'spread', want one of each, broadcast, scatter"),
         ({"broadcast_min_bytes": -1}, "ParallelOptions.broadcast_min_bytes is -1"),
-        ({"scatter_min_bytes": "1"}, "ParallelOptions.scatter_min_bytes is '1'"),
+        ({"scatter_min_bytes": "1x"}, "ParallelOptions.scatter_min_bytes is '1x'"),
     ],
 )
 def test_bad_options_are_named(given: dict[str, Any], message: str) -> None:

@@ -67,8 +67,9 @@ class ParallelOptions:
             except ValueError:
                 allowed = ", ".join(Strategy)
                 raise ConfigError(f"ParallelOptions.strategy is {self.strategy!r}, want one of {allowed}") from None
-        parse_min_bytes(self.broadcast_min_bytes, setting="ParallelOptions.broadcast_min_bytes")
-        parse_min_bytes(self.scatter_min_bytes, setting="ParallelOptions.scatter_min_bytes")
+        for name in ("broadcast_min_bytes", "scatter_min_bytes"):
+            nbytes = parse_min_bytes(getattr(self, name), setting=f"ParallelOptions.{name}")
+            object.__setattr__(self, name, nbytes)
 
 
 class ItemFacts(NamedTuple):
