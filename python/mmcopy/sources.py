@@ -144,7 +144,8 @@ class SourceOpener:
         """Open what there is here, and remove nothing, not on an error either: others may still want to open it.
 
         Adds the sources to ``opened``, in order, and returns the index and the error of each item whose segment is not
-        here or may not be opened, or whose arena is not mapped here. Any other error is raised; what is in ``opened`` then is the caller's to close.
+        here or may not be opened, or whose arena is not mapped here. Any other error is raised; what is in ``opened``
+        then is the caller's to close.
         """
         missing: dict[int, MmcopyError] = {}
         names: set[str] = set()
