@@ -23,6 +23,7 @@ FLOOR = {
     "metrics": 2,
     "tensors": 2,
     "arrays": 3,
+    "encoders": 3,
     "pending": 3,
     "plan": 3,
     "ring": 3,

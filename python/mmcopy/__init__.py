@@ -12,6 +12,7 @@ import warnings as _warnings
 from . import _native
 from ._native import CASTS, __version__, shm_namespace_id
 from .config import ResolvedTransport, TransportConfig, TransportMode, WorkerSpec
+from .encoders import EncoderDtype, encoder_dtype, encoder_dtypes, explain_encoder_dtypes
 from .errors import (
     ArrayTypeError,
     CastError,
@@ -25,6 +26,8 @@ from .errors import (
     MmcopyError,
     NoSpaceError,
     PayloadError,
+    PrewarmError,
+    PrewarmTimeoutError,
     ReceiveTimeoutError,
     RepeatedHandleError,
     SegmentExistsError,
@@ -35,6 +38,7 @@ from .errors import (
     SegmentPermissionError,
     SegmentSizeError,
     UnknownDtypeError,
+    UnknownFamilyError,
     UnsupportedPayloadError,
 )
 from .metrics import Counter, Metrics
@@ -53,6 +57,7 @@ __all__ = [
     "Counter",
     "DeviceError",
     "DeviceMemoryError",
+    "EncoderDtype",
     "Inline",
     "InlineTooLargeError",
     "Metrics",
@@ -60,6 +65,8 @@ __all__ = [
     "MmcopyError",
     "NoSpaceError",
     "PayloadError",
+    "PrewarmError",
+    "PrewarmTimeoutError",
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
@@ -77,9 +84,13 @@ __all__ = [
     "TransportConfig",
     "TransportMode",
     "UnknownDtypeError",
+    "UnknownFamilyError",
     "UnsupportedPayloadError",
     "WorkerSpec",
     "__version__",
+    "encoder_dtype",
+    "encoder_dtypes",
+    "explain_encoder_dtypes",
     "shm_namespace_id",
 ]
 

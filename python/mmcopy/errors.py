@@ -20,6 +20,8 @@ __all__ = [
     "MmcopyError",
     "NoSpaceError",
     "PayloadError",
+    "PrewarmError",
+    "PrewarmTimeoutError",
     "ReceiveTimeoutError",
     "RepeatedHandleError",
     "SegmentExistsError",
@@ -30,6 +32,7 @@ __all__ = [
     "SegmentPermissionError",
     "SegmentSizeError",
     "UnknownDtypeError",
+    "UnknownFamilyError",
     "UnsupportedPayloadError",
 ]
 
@@ -124,3 +127,17 @@ class NoSpaceError(MmcopyError, OSError):
 
 class SegmentIoError(MmcopyError, OSError):
     """Any other failure of the operating system; ``errno`` says which."""
+
+
+class UnknownFamilyError(MmcopyError, LookupError):
+    """No warm-up inputs are known for a model; the message names the function that adds a family."""
+
+
+class PrewarmError(MmcopyError, RuntimeError):
+    """A required prewarm failed: ``report`` says how far it came, ``__cause__`` is the encoder's own exception."""
+
+    report: object = None
+
+
+class PrewarmTimeoutError(PrewarmError, TimeoutError):
+    """A required prewarm did not finish within its deadline."""
