@@ -26,6 +26,7 @@ FLOOR = {
     "encoders": 3,
     "pending": 3,
     "plan": 3,
+    "readiness": 3,
     "ring": 3,
     "sources": 3,
     "wire": 3,

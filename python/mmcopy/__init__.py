@@ -42,6 +42,7 @@ from .errors import (
     UnsupportedPayloadError,
 )
 from .metrics import Counter, Metrics
+from .readiness import Readiness, ReadinessSnapshot, ReadinessState
 from .receiver import Receiver
 from .sender import Sender
 from .tensors import DTYPES, Inline, ShmHandle, TensorData
@@ -67,6 +68,9 @@ __all__ = [
     "PayloadError",
     "PrewarmError",
     "PrewarmTimeoutError",
+    "Readiness",
+    "ReadinessSnapshot",
+    "ReadinessState",
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
