@@ -35,13 +35,14 @@ FLOOR = {
     "host": 5,
     "receiver": 6,
     "sender": 6,
-    "": 7,  # mmcopy itself
-    "bench": 8,
-    "doctor": 8,
-    "integrations": 8,
-    "demo": 9,
-    "cli": 10,
-    "__main__": 11,
+    "prewarm": 7,
+    "": 8,  # mmcopy itself
+    "bench": 9,
+    "doctor": 9,
+    "integrations": 9,
+    "demo": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 """A module imports from its own floor and from those below, never from above. A new module takes its place here."""
 

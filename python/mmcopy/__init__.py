@@ -42,6 +42,7 @@ from .errors import (
     UnsupportedPayloadError,
 )
 from .metrics import Counter, Metrics
+from .prewarm import Forecast, PrewarmReport, PrewarmStatus, prewarm
 from .readiness import Readiness, ReadinessSnapshot, ReadinessState
 from .receiver import Receiver
 from .sender import Sender
@@ -59,6 +60,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "EncoderDtype",
+    "Forecast",
     "Inline",
     "InlineTooLargeError",
     "Metrics",
@@ -67,6 +69,8 @@ __all__ = [
     "NoSpaceError",
     "PayloadError",
     "PrewarmError",
+    "PrewarmReport",
+    "PrewarmStatus",
     "PrewarmTimeoutError",
     "Readiness",
     "ReadinessSnapshot",
@@ -95,6 +99,7 @@ __all__ = [
     "encoder_dtype",
     "encoder_dtypes",
     "explain_encoder_dtypes",
+    "prewarm",
     "shm_namespace_id",
 ]
 

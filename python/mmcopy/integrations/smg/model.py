@@ -51,7 +51,8 @@ class ModelInfo:
         """Read ``config.json`` of a model directory in Hugging Face's layout.
 
         The vocabulary, the dtype and the end-of-sequence tokens are taken from ``text_config`` where it has them,
-        otherwise from the top level. Raises :class:`mmcopy.ConfigError` when the file is missing, is no JSON object or lacks a field.
+        otherwise from the top level. Raises :class:`mmcopy.ConfigError` when the file is missing, is no JSON object or
+        lacks a field.
         """
         directory = pathlib.Path(path).absolute()
         file = directory / "config.json"
