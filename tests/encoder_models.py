@@ -22,7 +22,7 @@ PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
 SQUARE = {
     "hidden_size": 32,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
@@ -148,7 +148,7 @@ def gemma3() -> Any:
 
 
 def gemma4() -> Any:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
               "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64,
               "pooling_kernel_size": 3}  # fmt: skip
     text = {**TEXT, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0,

@@ -119,6 +119,10 @@ class Family(ABC):
         kind of layer. Empty where the number is always the same."""
         return frozenset()
 
+    def layout(self, config: Config, shape: Shape) -> tuple[object, ...]:
+        """What else of a fitted shape a compiled encoder is compiled for; two equal ones have to be warmed."""
+        return ()
+
     def unit(self, config: Config) -> int:
         """The side in pixels of one token, where sizes vary: a picture that is one token high or wide is compiled for
         by itself. 0 where they do not vary."""

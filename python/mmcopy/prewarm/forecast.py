@@ -61,6 +61,9 @@ def foresee(
         if len(shape.items) == 1 and shape.volume < min(each.volume for each in seen):
             return yes("it is smaller than every size that was warmed, maybe a batch of one", "warm that very size")
         return no("the encoder's size is fixed, and the number of pictures is dynamic")
+    layout = family.layout(config, shape)
+    if layout and sum(family.layout(config, each) == layout for each in seen) < 2:
+        return yes("how the pictures of a batch differ is compiled in, and two such batches were not warmed", _MORE)
     if varlen:
         if len(shape.items) > 1 and not any(len(each.items) > 1 for each in seen):
             return yes("no two items at once were warmed", "warm such a batch")

@@ -42,6 +42,9 @@ class Llava(SquareFamily):
     def segments(self, config: Config, shape: Shape) -> frozenset[int]:
         return _PIXTRAL.segments(config, shape) if _has_pixtral(config) else super().segments(config, shape)
 
+    def layout(self, config: Config, shape: Shape) -> tuple[object, ...]:
+        return _PIXTRAL.layout(config, shape) if _has_pixtral(config) else super().layout(config, shape)
+
 
 class LlavaNext(SquareFamily):
     """LLaVA-NeXT: the picture as a whole, then the squares of the resolution that suits it best.

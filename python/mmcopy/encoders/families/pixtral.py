@@ -61,6 +61,11 @@ class PixtralFamily(Family):
     def segments(self, config: Config, shape: Shape) -> frozenset[int]:
         return frozenset({len(shape.items)})
 
+    def layout(self, config: Config, shape: Shape) -> tuple[object, ...]:
+        """Which pictures of the batch are as high, or as wide, as the largest."""
+        height, width = (max(item[axis] for item in shape.items) for axis in (0, 1))
+        return tuple((item[0] == height, item[1] == width) for item in shape.items)
+
 
 class Mistral3(PixtralFamily):
     """Mistral 3: tokens are merged, and a picture of a single merged token fails in the model's projector."""
