@@ -13,7 +13,7 @@ from mmcopy.errors import MmcopyError
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "doctor", "bench")
+COMMANDS = ("demo", "doctor", "bench", "prewarm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

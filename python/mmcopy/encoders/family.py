@@ -136,7 +136,8 @@ class Family(ABC):
         for module in spine(model):
             method = getattr(module, f"get_{modality}_features", None)
             if method is not None:
-                return method(**tensors)
+                first, *rest = tensors  # the pixels' keyword is not the same in every version of transformers
+                return method(tensors[first], **{name: tensors[name] for name in rest})
         tower = find_towers(model)[modality]
         if isinstance(tower, str):
             raise ConfigError(f"no {modality} encoder: {tower}")

@@ -11,7 +11,7 @@ Importing this package needs neither torch nor transformers.
 from __future__ import annotations
 
 from .forecast import Forecast, foresee
-from .plan import Role, Sizes, plan_shapes
+from .plan import Role, Sizes, parse_shapes, plan_shapes
 from .prewarm import prewarm
 from .report import Outcome, PrewarmReport, PrewarmStatus, ShapeReport
 
@@ -24,6 +24,7 @@ __all__ = [
     "ShapeReport",
     "Sizes",
     "foresee",
+    "parse_shapes",
     "plan_shapes",
     "prewarm",
 ]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from mmcopy.encoders import MODALITIES, Config, Family, Shape
 from mmcopy.errors import ConfigError
 
-__all__ = ["Role", "Sizes", "encodes", "parse_role", "parse_sizes", "plan_shapes"]
+__all__ = ["Role", "Sizes", "encodes", "parse_role", "parse_shapes", "plan_shapes"]
 
 Sizes: TypeAlias = Mapping[str, Iterable[Any]]
 """By modality, one encode each: a size, such as (1024, 1024), or a list of sizes that are encoded at once."""
@@ -47,7 +47,7 @@ def parse_role(role: Role | str) -> Role:
         raise ConfigError(f"role is {role!r}, want one of {', '.join(Role)}{hint}") from None
 
 
-def parse_sizes(sizes: Sizes) -> dict[str, tuple[Shape, ...]]:
+def parse_shapes(sizes: Sizes) -> dict[str, tuple[Shape, ...]]:
     """The shapes that a user's ``sizes`` name. Raises :class:`ConfigError` for one that cannot be."""
     if not isinstance(sizes, Mapping):
         raise ConfigError(f"sizes is a {type(sizes).__name__}, want a mapping: {{'image': [(1024, 1024)]}}")
@@ -66,7 +66,7 @@ def plan_shapes(
 
     Raises :class:`ConfigError` for sizes that the family cannot take, or of a modality that is not warmed.
     """
-    chosen = parse_sizes(sizes or {})
+    chosen = parse_shapes(sizes or {})
     other = [name for name in chosen if name not in modalities]
     if other:
         raise ConfigError(f"sizes has {other[0]!r}, which is not warmed: {', '.join(modalities) or 'nothing is'}")

@@ -64,7 +64,8 @@ def prewarm(
     estimated from the others and halved when it was not enough.
 
     Blocks until that is done, or until ``deadline_s`` has passed. An encode cannot be interrupted: it runs on a
-    thread of its own, and one that hangs is left behind there. None: no limit, on the caller's own thread, for what
+    thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while it
+    still hangs ends cleanly by ``os._exit`` alone. None: no limit, on the caller's own thread, for what
     belongs to a thread, such as the CUDA graphs of ``mode="reduce-overhead"`` (with ``repeats=3``).
 
     model: any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mmcopy.encoders.family import Config, Family, Input, Noise, Shape, number, vision_of
+from mmcopy.encoders.towers import find_towers
+from mmcopy.errors import ConfigError
 
 __all__ = ["InternVl", "Llama4", "SquareFamily", "TileFamily", "best_grid"]
 
@@ -105,6 +107,13 @@ class Llama4(TileFamily):
 
     model_types: ClassVar[tuple[str, ...]] = ("llama4", "llama4_vision_model")
     max_tiles: ClassVar[int] = 16
+
+    def encode(self, model: Any, modality: str, tensors: Mapping[str, Any]) -> Any:
+        """By the tower, which is all that the model's method calls; that one's arguments differ by version."""
+        tower = find_towers(model)[modality]
+        if isinstance(tower, str):
+            raise ConfigError(f"no {modality} encoder: {tower}")
+        return self.encode_tower(tower.module, modality, tensors)
 
 
 def best_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
