@@ -34,7 +34,8 @@ class Spec:
     """What is measured; every field is of JSON's types.
 
     ``sizes`` are those that the prewarm uses (the family's own where a modality has none), ``checks`` further ones to
-    encode afterwards. ``compile``: none, blocks or tower. ``rounds``: encodes of the steady state, each shape.
+    encode afterwards. ``compile``: none, blocks or tower; torch gives up a function after
+    ``recompile_limit`` compilations (None: torch's own, 8). ``rounds``: encodes of the steady state, each shape.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Spec:
     checks: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     modalities: list[str] | None = None
     max_pixels: int | None = None
+    recompile_limit: int | None = None
     deadline_s: float = 300.0
     rounds: int = 10
 
@@ -75,6 +77,8 @@ class Bench:
 
     def _compile(self, torch: Any) -> int:
         """Compile in place what the spec says; how many parameters the encoders have."""
+        if self.spec.recompile_limit is not None:
+            torch._dynamo.config.recompile_limit = self.spec.recompile_limit
         paths = {each.path for each in explain_encoder_dtypes(self.model).values() if each.dtype}
         parameters = 0
         for tower in map(self.model.get_submodule, paths):
