@@ -25,11 +25,11 @@ for model in ${MODELS:-qwen2_5_vl qwen3_vl}; do
         [ "$mode" = eager ] || compile=(--compile "$mode")
         t0=$SECONDS
         echo "== $name"
-        timeout "${LIMIT_S:-150}" python3 -m mmcopy prewarm --model "${CONFIGS:-benches/encoders}/$model.json" \
+        timeout "${LIMIT_S:-300}" python3 -m mmcopy prewarm --model "${CONFIGS:-benches/encoders}/$model.json" \
             --device "$device" ${compile[@]+"${compile[@]}"} ${BACKEND:+--backend "$BACKEND"} \
             --image ${IMAGES:-1024x1024 768x1280} --video ${VIDEOS:-8x448x448 8x336x560} \
             --check-image ${CHECK_IMAGES:-896x640} --check-video ${CHECK_VIDEOS:-8x392x336} \
-            --rounds "${ROUNDS:-20}" --deadline-s 120 --out "$out/$name" >"$out/$name/log" 2>&1
+            --recompile-limit 64 --rounds "${ROUNDS:-20}" --deadline-s 180 --out "$out/$name" >"$out/$name/log" 2>&1
         rc=$?
         tail -n 12 "$out/$name/log"
         echo "== $name: exit $rc after $((SECONDS - t0)) s"

@@ -47,6 +47,9 @@ def add_parser(subparsers: Any) -> None:
         const="tower",
         help="torch.compile the whole tower, or each of its blocks. default: eager",
     )
+    what.add_argument(
+        "--recompile-limit", type=int, metavar="N", help="compilations after which torch gives up. default: torch's, 8"
+    )
     what.add_argument("--backend", default="inductor", help="torch.compile's. default: %(default)s")
     what.add_argument(
         "--role", default="aggregated", help="aggregated, prefill, encode or decode. default: %(default)s"
@@ -103,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         attention=args.attention,
         compile=args.compile or "none",
         backend=args.backend,
+        recompile_limit=args.recompile_limit,
         role=args.role,
         sizes={name: parse(name, getattr(args, name)) for name in ("image", "video", "audio") if getattr(args, name)},
         checks={
