@@ -85,7 +85,10 @@ def test_a_decode_worker_has_nothing_to_measure(model_dir: pathlib.Path, capsys:
         (["--role", "prefil"], "did you mean 'prefill'"),
         (["--image", "1024"], "image size (1024,): want (height, width)"),
         (["--video", "axbxc"], "--video 'axbxc': want sizes such as 1024x1024"),
-        (["--rounds", "0"], "--rounds is 0, want 1 or more"),
+        (["--rounds", "0"], "--rounds is 0, want a whole number, 1 or more"),
+        (["--max-pixels", "-4"], "--max-pixels is -4"),
+        (["--recompile-limit", "0"], "--recompile-limit is 0"),
+        (["--deadline-s", "0"], "--deadline-s is 0.0"),
     ],
 )
 def test_bad_calls(

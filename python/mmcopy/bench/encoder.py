@@ -18,7 +18,7 @@ from typing import Any
 
 from mmcopy import prewarm
 from mmcopy.encoders import Shape, as_config, encoder_dtypes, explain_encoder_dtypes, family_for
-from mmcopy.errors import ConfigError
+from mmcopy.errors import ConfigError, MmcopyError
 from mmcopy.prewarm import parse_shapes
 from mmcopy.prewarm.build import build_encoders, has_weights, load_encoders, read_config
 from mmcopy.prewarm.compiles import count_graphs
@@ -190,7 +190,11 @@ def main(argv: list[str]) -> int:
     spec = Spec(**json.loads(text))
     if kind not in ("cold", "warm"):
         raise ConfigError(f"{kind!r}: want cold or warm")
-    result = measure_cold(spec) if kind == "cold" else measure_warm(spec)
+    try:
+        result = measure_cold(spec) if kind == "cold" else measure_warm(spec)
+    except MmcopyError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     print(json.dumps({"spec": dataclasses.asdict(spec), **result}), flush=True)
     if any(each["outcome"] == "hung" for each in result.get("report", {}).get("shapes", ())):
         os._exit(0)  # torch's threads under the encode that was left behind would abort an orderly end

@@ -87,13 +87,17 @@ def run(args: argparse.Namespace) -> int:
     from mmcopy.bench.encoder import Spec
     from mmcopy.bench.encoder_table import as_markdown, encoder_table, notes
     from mmcopy.bench.table import print_table
+    from mmcopy.config import parse_count, parse_seconds
     from mmcopy.prewarm.build import read_config
     from mmcopy.prewarm.plan import encodes, parse_role
     from mmcopy.prewarm.target import parse_device
 
     out = sys.stderr if args.json else sys.stdout
-    if args.rounds < 1:
-        raise ConfigError(f"--rounds is {args.rounds}, want 1 or more")
+    parse_count(args.rounds, setting="--rounds")
+    for setting in ("max_pixels", "recompile_limit"):
+        if getattr(args, setting) is not None:
+            parse_count(getattr(args, setting), setting=f"--{setting.replace('_', '-')}")
+    parse_seconds(args.deadline_s, setting="--deadline-s")
     parse_device(args.device)
     if not encodes(parse_role(args.role)):
         print(f"prewarm of {args.role}: skipped, a {args.role} worker encodes nothing", file=out)
