@@ -181,8 +181,9 @@ def test_the_plan_is_a_pure_function_of_config_and_options() -> None:
 
 def test_inputs_are_noise_in_the_encoders_dtype_and_the_same_each_time() -> None:
     first, second = Model(), Model()
-    warm(first)
-    warm(second)
+    warm(first, required=True)
+    warm(second, required=True)
+    assert len(first.visual.calls) == 3
     for one, other in zip(first.visual.calls, second.visual.calls, strict=True):
         assert one.dtype == torch.float16
         assert torch.equal(one, other)
@@ -197,5 +198,6 @@ class UnitFamily(PlainFamily):
 
 def test_noise_between_0_and_1_where_a_family_wants_it() -> None:
     model = Model()
-    warm(model, family=UnitFamily())
+    warm(model, family=UnitFamily(), required=True)
+    assert len(model.visual.calls) == 3
     assert all(0 <= call.min() < call.max() <= 1 for call in model.visual.calls)
