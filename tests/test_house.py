@@ -36,6 +36,10 @@ FLOOR = {
     "plan": 3,
     "policy": 3,
     "prometheus": 3,
+    "encoders": 3,
+    "pending": 3,
+    "plan": 3,
+    "readiness": 3,
     "ring": 3,
     "sources": 3,
     "wire": 3,
@@ -55,6 +59,14 @@ FLOOR = {
     "demo": 9,
     "cli": 10,
     "__main__": 11,
+    "prewarm": 7,
+    "": 8,  # mmcopy itself
+    "bench": 9,
+    "doctor": 9,
+    "integrations": 9,
+    "demo": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 """A module imports from its own floor and from those below, never from above. A new module takes its place here."""
 

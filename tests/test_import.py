@@ -21,7 +21,7 @@ import json, os, sys
 import numpy
 
 OPTIONAL = ("torch", "cupy", "grpc", "grpc_health", "google", "rich", "smg", "smg_grpc_proto", "smg_grpc_servicer",
-            "ml_dtypes", "PIL", "tokenizers")
+            "ml_dtypes", "PIL", "tokenizers", "transformers")
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):

@@ -26,6 +26,7 @@ from .config import (
     transport_from_args,
     wire_dtype,
 )
+from .encoders import EncoderDtype, encoder_dtype, encoder_dtypes, explain_encoder_dtypes
 from .errors import (
     ArenaConsumerError,
     ArenaError,
@@ -62,6 +63,8 @@ from .errors import (
     PeerFailedError,
     PeerLostError,
     PeerTimeoutError,
+    PrewarmError,
+    PrewarmTimeoutError,
     ReceiveTimeoutError,
     RepeatedHandleError,
     SegmentExistsError,
@@ -72,11 +75,14 @@ from .errors import (
     SegmentPermissionError,
     SegmentSizeError,
     UnknownDtypeError,
+    UnknownFamilyError,
     UnsupportedPayloadError,
     WorkerUnreachableError,
 )
 from .metrics import Counter, Metrics
 from .parallel import ParallelOptions, Strategy
+from .prewarm import Forecast, PrewarmReport, PrewarmStatus, prewarm
+from .readiness import Readiness, ReadinessSnapshot, ReadinessState
 from .receiver import Receiver
 from .sender import Sender
 from .tensors import DTYPES, Inline, ShmHandle, TensorData
@@ -97,12 +103,14 @@ __all__ = [
     "Delivery",
     "DeviceError",
     "DeviceMemoryError",
+    "EncoderDtype",
     "EndpointDirectoryError",
     "EndpointGoneError",
     "EndpointIoError",
     "EndpointProtocolError",
     "EndpointRefusedError",
     "EndpointTimeoutError",
+    "Forecast",
     "Inline",
     "InlineTooLargeError",
     "LeaseAbortedError",
@@ -124,6 +132,13 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "PeerTimeoutError",
+    "PrewarmError",
+    "PrewarmReport",
+    "PrewarmStatus",
+    "PrewarmTimeoutError",
+    "Readiness",
+    "ReadinessSnapshot",
+    "ReadinessState",
     "ReceiveTimeoutError",
     "Receiver",
     "RepeatedHandleError",
@@ -146,12 +161,17 @@ __all__ = [
     "TransportConfig",
     "TransportMode",
     "UnknownDtypeError",
+    "UnknownFamilyError",
     "UnsupportedPayloadError",
     "WorkerSpec",
     "WorkerUnreachableError",
     "__version__",
     "add_transport_args",
+    "encoder_dtype",
+    "encoder_dtypes",
+    "explain_encoder_dtypes",
     "load_config",
+    "prewarm",
     "shm_namespace_id",
     "transport_from_args",
     "wire_dtype",

@@ -43,6 +43,8 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "PeerTimeoutError",
+    "PrewarmError",
+    "PrewarmTimeoutError",
     "ReceiveTimeoutError",
     "RepeatedHandleError",
     "SegmentExistsError",
@@ -54,6 +56,7 @@ __all__ = [
     "SegmentSizeError",
     "SendTimeoutError",
     "UnknownDtypeError",
+    "UnknownFamilyError",
     "UnsupportedPayloadError",
     "WorkerUnreachableError",
 ]
@@ -249,3 +252,17 @@ class LeaseBusyError(LeaseError):
 
 class LeaseTimeoutError(MmcopyError, TimeoutError):
     """The sender did not write far enough within the limit, or an arena did not close within it."""
+
+
+class UnknownFamilyError(MmcopyError, LookupError):
+    """No warm-up inputs are known for a model; the message names the function that adds a family."""
+
+
+class PrewarmError(MmcopyError, RuntimeError):
+    """A required prewarm failed: ``report`` says how far it came, ``__cause__`` is the encoder's own exception."""
+
+    report: object = None
+
+
+class PrewarmTimeoutError(PrewarmError, TimeoutError):
+    """A required prewarm did not finish within its deadline."""

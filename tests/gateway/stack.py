@@ -47,6 +47,7 @@ class Leg:
     role: str = "regular"
     engine: str = "tokenspeed"
     encoder_dtype: str = "bfloat16"
+    encoder: bool = False
     namespace: str | None = "own"
     framework: str = "numpy"
     behaviour: str = "ok"
@@ -63,6 +64,7 @@ class WorkerProcess:
         self.behave(leg.behaviour)
         command = [sys.executable, "-W", "error", SCRIPT, directory, model_dir, "--engine", leg.engine]
         command += ["--encoder-dtype", leg.encoder_dtype, "--namespace", leg.namespace or ""]
+        command += ["--encoder"] if leg.encoder else []
         command += ["--framework", leg.framework, "--receive-threads", leg.receive_threads]
         self.process = ChildProcess(
             [str(part) for part in command], log_path=directory / "log", watched=False, stop_timeout_s=15.0
@@ -157,6 +159,7 @@ class Stack:
         transport: str | None = None,
         shm_min_bytes: int | None = None,
         flags: Sequence[str] = (),
+        wait_until_serving: bool = True,
     ) -> None:
         self.directory = directory
         self.model_dir = model_dir
@@ -168,6 +171,7 @@ class Stack:
             "transport": transport,
             "shm_min_bytes": shm_min_bytes,
             "flags": flags,
+            "wait_until_serving": wait_until_serving,
             "model": SERVED_NAME,
             "start_timeout_s": START_LIMIT_S,
         }

@@ -8,6 +8,7 @@ fail-later      the handler raises after the first chunk
 answer CODE     the handler raises that gRPC status before the first chunk
 hold            the handler waits, with the tensors received, until it is told to do something else
 hold-receive    the receiving thread waits so before it opens anything
+warming         the worker is not ready, until it is told to do something else
 
 Events, in the file ``rows``: ``receiving`` (a receive begins, with the names of its segments), ``refused`` (it
 failed), ``generate`` and ``encode`` (the handler was called: what is in the request), ``answered``, ``cancelled``.
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mmcopy import Receiver, ShmHandle, TensorData
+from mmcopy import Readiness, Receiver, ShmHandle, TensorData
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, StatusError, WorkerRequest
 
 SERVED_NAME = "mmcopy-demo"
@@ -139,10 +140,31 @@ def described(tensor: Any) -> dict[str, Any]:
     }
 
 
+def encoder_of(dtype: str) -> Any:
+    """A vision tower in that dtype, norm in float32, in a module that nobody knows."""
+    import torch
+
+    model = torch.nn.Module()
+    model.visual = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, dtype=getattr(torch, dtype)))
+    return model
+
+
+async def warm(worker: RecordingWorker, readiness: Readiness) -> None:
+    """Stands for a warm-up: it lasts as long as the test wants."""
+    readiness.warming("image 1024x1024", modality="image", done=2, total=7)
+    while worker.behaviour == "warming":
+        await asyncio.sleep(0.01)
+    readiness.ready()
+    worker.record("warm")
+
+
 async def serve(args: argparse.Namespace) -> None:
+    readiness = Readiness()
+    dtype = {"encoder": encoder_of(args.encoder_dtype)} if args.encoder else {"encoder_dtype": args.encoder_dtype}
     options = {
         "engine": args.engine,
-        "encoder_dtype": args.encoder_dtype,
+        "readiness": readiness,
+        **dtype,
         "shm_namespace_id": None if args.namespace == "own" else args.namespace,
         "receive_threads": args.receive_threads,
     }
@@ -155,8 +177,12 @@ async def serve(args: argparse.Namespace) -> None:
         # The test that started us holds the other end: it is gone when this one is readable.
         loop.add_reader(sys.stdin, stop.set)
         await worker.start()
+        warming = asyncio.create_task(warm(worker, readiness))
+        if worker.behaviour != "warming":
+            await warming
         print(f"ready on {worker.address}", flush=True)
         await stop.wait()
+        warming.cancel()
         await worker.stop(grace_s=0.2)
         worker.close()
 
@@ -167,6 +193,7 @@ def main() -> None:
     parser.add_argument("model_dir", type=pathlib.Path)
     parser.add_argument("--engine", default="tokenspeed")
     parser.add_argument("--encoder-dtype", default="bfloat16")
+    parser.add_argument("--encoder", action="store_true", help="give the worker a tower, and not the dtype's name")
     parser.add_argument("--namespace", default="own")
     parser.add_argument("--framework", default="numpy")
     parser.add_argument("--receive-threads", type=int, default=2)

@@ -14,7 +14,7 @@ from mmcopy.errors import MmcopyError
 
 __all__ = ["main"]
 
-COMMANDS = ("demo", "doctor", "explain", "bench")
+COMMANDS = ("demo", "doctor", "explain", "bench", "prewarm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,8 @@ class ModelInfo:
     """The model behind a worker, as ``GetModelInfo`` reports it.
 
     ``model_path`` is where the gateway finds the tokenizer too. ``modalities`` are those the worker takes, of
-    ``"image"``, ``"video"``, ``"audio"``; none for a text model. Raises :class:`mmcopy.ConfigError`.
+    ``"image"``, ``"video"``, ``"audio"``; none for a text model. ``model_dtype`` is the language model's, whatever the
+    encoder's: the gateway pairs prefill and decode workers by it. Raises :class:`mmcopy.ConfigError`.
     """
 
     model_path: str
@@ -31,6 +32,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     max_context_length: int = 65536
     modalities: tuple[str, ...] = ("image", "video")
+    model_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.modalities if name not in MODALITIES]
@@ -48,8 +50,9 @@ class ModelInfo:
     ) -> Self:
         """Read ``config.json`` of a model directory in Hugging Face's layout.
 
-        The vocabulary and the end-of-sequence tokens are taken from ``text_config`` where it has them, otherwise from
-        the top level. Raises :class:`mmcopy.ConfigError` when the file is missing, is no JSON object or lacks a field.
+        The vocabulary, the dtype and the end-of-sequence tokens are taken from ``text_config`` where it has them,
+        otherwise from the top level. Raises :class:`mmcopy.ConfigError` when the file is missing, is no JSON object or
+        lacks a field.
         """
         directory = pathlib.Path(path).absolute()
         file = directory / "config.json"
@@ -70,6 +73,7 @@ class ModelInfo:
                 eos_token_ids=tuple(map(int, eos if isinstance(eos, list) else [eos])),
                 max_context_length=max_context_length,
                 modalities=modalities,
+                model_dtype=_dtype(config),
             )
         except (TypeError, ValueError) as error:
             raise error if isinstance(error, ConfigError) else ConfigError(f"bad field in {file}: {error}") from error
@@ -82,3 +86,13 @@ def _field(config: dict[str, Any], name: str, file: pathlib.Path, *, nested: boo
     if config.get(name) is None:
         raise ConfigError(f"{file} has no {name!r}")
     return config[name]
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """By its new name or its old one, of the language model or of the whole; bfloat16 where neither says."""
+    text = config.get("text_config")
+    for each in (text if isinstance(text, dict) else {}, config):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(each.get(name), str):
+                return str(each[name]).removeprefix("torch.")
+    return "bfloat16"

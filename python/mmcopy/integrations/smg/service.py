@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from mmcopy.readiness import Readiness
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .ask import METADATA
@@ -57,9 +58,9 @@ class Wire(Protocol):
     def from_proto(self, message: Any) -> TensorData: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Advertisement:
-    """What the gateway reads from a worker to choose transport and dtype."""
+    """What the gateway reads from a worker to choose transport and dtype. The dtype may become known late."""
 
     shm_namespace_id: str
     encoder_dtype: str
@@ -88,12 +89,14 @@ class Service(ABC):
         running: RunningCalls,
         model: ModelInfo,
         advertisement: Advertisement,
+        readiness: Readiness | None = None,
     ) -> None:
         self._handler = handler
         self._intake = intake
         self._running = running
         self._model = model
         self._advertisement = advertisement
+        self._readiness = readiness
         self._started = time.time()
 
     @abstractmethod
@@ -103,6 +106,17 @@ class Service(ABC):
     @abstractmethod
     def _describe(self, rpc: Rpc, message: Any) -> WorkerRequest:
         """The request without its tensors. Raises a :class:`mmcopy.MmcopyError` for one that cannot be served."""
+
+    def _unready(self) -> Status | None:
+        """What every question is answered with before the worker is ready; None when it is.
+
+        SMG's gateway takes a worker into its service whose HealthCheck answers, whatever the answer says, and never
+        asks grpc.health; one whose HealthCheck fails it asks again (seen with smg 1.13.0). One whose GetModelInfo fails
+        although HealthCheck answered is registered for good without a model: so that one fails only with the other.
+        """
+        if self._readiness is None or self._readiness.is_ready:
+            return None
+        return Status("UNAVAILABLE", f"not ready: {self._readiness.snapshot()}")
 
     @staticmethod
     def _refuse_several(samples: int) -> None:
@@ -146,6 +160,9 @@ class Service(ABC):
 
     async def _receive(self, rpc: Rpc, message: Any, handles: list[ShmHandle]) -> WorkerRequest:
         try:
+            unready = self._unready()
+            if unready is not None:
+                raise StatusError(unready.code, unready.message)
             request = self._describe(rpc, message)
             tensors = self.wire.tensors_of(message)
         except Exception:

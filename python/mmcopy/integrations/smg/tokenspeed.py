@@ -91,12 +91,18 @@ class TokenSpeedService(Service):
 
     async def health_check(
         self, _request: scheduler_pb2.HealthCheckRequest, _context: Context
-    ) -> scheduler_pb2.HealthCheckResponse:
+    ) -> scheduler_pb2.HealthCheckResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         return scheduler_pb2.HealthCheckResponse(healthy=True, message="serving")
 
     async def get_model_info(
         self, _request: scheduler_pb2.GetModelInfoRequest, _context: Context
-    ) -> scheduler_pb2.GetModelInfoResponse:
+    ) -> scheduler_pb2.GetModelInfoResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         model = self._model
         return scheduler_pb2.GetModelInfoResponse(
             model_path=model.model_path,
@@ -111,13 +117,16 @@ class TokenSpeedService(Service):
             supports_vision="image" in model.modalities or "video" in model.modalities,
             supports_multimodal=bool(model.modalities),
             supported_modalities=[common_pb2.Modality.Value(name.upper()) for name in model.modalities],
-            model_dtype=self._advertisement.encoder_dtype,
+            model_dtype=model.model_dtype,
             multimodal_encoder_dtype=self._advertisement.encoder_dtype,
         )
 
     async def get_server_info(
         self, _request: scheduler_pb2.GetServerInfoRequest, context: Context
-    ) -> scheduler_pb2.GetServerInfoResponse:
+    ) -> scheduler_pb2.GetServerInfoResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         server_args, scheduler_info = Struct(), Struct()
         server_args.update(
             {

@@ -73,12 +73,18 @@ class VllmService(Service):
 
     async def health_check(
         self, _request: engine_pb2.HealthCheckRequest, _context: Context
-    ) -> engine_pb2.HealthCheckResponse:
+    ) -> engine_pb2.HealthCheckResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         return engine_pb2.HealthCheckResponse(healthy=True, message="serving")
 
     async def get_model_info(
         self, _request: engine_pb2.GetModelInfoRequest, _context: Context
-    ) -> engine_pb2.GetModelInfoResponse:
+    ) -> engine_pb2.GetModelInfoResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         model = self._model
         return engine_pb2.GetModelInfoResponse(
             model_path=model.model_path,
@@ -96,16 +102,18 @@ class VllmService(Service):
 
     async def get_server_info(
         self, _request: engine_pb2.GetServerInfoRequest, context: Context
-    ) -> engine_pb2.GetServerInfoResponse:
-        dtype = self._advertisement.encoder_dtype
+    ) -> engine_pb2.GetServerInfoResponse | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
         info = engine_pb2.GetServerInfoResponse(
             active_requests=len(self._running),
             server_type="vllm-grpc",
             uptime_seconds=time.time() - self._started,
             data_parallel_size=1,
             shm_namespace_id=self._advertisement.shm_namespace_id,
-            model_dtype=f"torch.{dtype}" if dtype else "",
-            multimodal_encoder_dtype=dtype,
+            model_dtype=f"torch.{self._model.model_dtype}",
+            multimodal_encoder_dtype=self._advertisement.encoder_dtype,
         )
         self._handler.server_info(info)
         context.set_trailing_metadata(self._advertisement.metadata())

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 
 from mmcopy._native import __version__
 from mmcopy._native import shm_namespace_id as own_namespace_id
+from mmcopy.encoders import common_dtype, explain_encoder_dtypes
 from mmcopy.errors import ClosedError, ConfigError, MissingDependencyError
+from mmcopy.readiness import Readiness
 from mmcopy.receiver import Receiver
 from mmcopy.tensors import DTYPES, ShmHandle, TensorData
 
@@ -23,7 +25,7 @@ from .running import RunningCalls
 if TYPE_CHECKING:
     import grpc.aio
 
-    from .service import Service
+    from .service import Advertisement, Service
 
 __all__ = ["SmgWorker"]
 
@@ -41,13 +43,19 @@ class SmgWorker:
     is called, and its segments are removed on success, on error and on cancellation. A receive that takes longer than
     ``receive_timeout_s``, waiting for a thread included, fails its request alone.
 
-    The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default), and
+    The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default): a name, what
+    :func:`mmcopy.encoder_dtypes` says, or, with ``encoder`` (the model, or its tower), what that wants; bfloat16 where
+    neither is given. :meth:`advertise_encoder` gives it later. It is also told
     ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
     directory, "": none is told, so that ``auto`` sends inline). None is told either where the directory is read-only to
     this process, which could then not remove what it was sent. ``endpoint_path`` is the socket by which mmcopy's own
     senders prove that this worker reads what they write, and hand their arenas over (None: that of the receiver's
     endpoint, if it has one; "": none). An endpoint that is not the receiver's must take no arenas. ``port`` 0 takes a
     free one.
+
+    Before ``readiness`` is ready the worker listens, and answers health checks, questions about its model and requests
+    with UNAVAILABLE and how far it has come, so that the gateway asks again instead of sending requests: every 30 s,
+    unless it was started with ``--worker-startup-check-interval``. None: ready at once.
 
     The methods other than :meth:`receive` belong to one event loop. The receiver stays the caller's: close it after
     :meth:`stop`. Raises :class:`mmcopy.ConfigError` for a bad argument.
@@ -59,7 +67,9 @@ class SmgWorker:
         receiver: Receiver,
         *,
         engine: Engine = "tokenspeed",
-        encoder_dtype: str = "bfloat16",
+        encoder_dtype: str | Mapping[str, str] | None = None,
+        encoder: Any = None,
+        readiness: Readiness | None = None,
         shm_namespace_id: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -69,8 +79,10 @@ class SmgWorker:
     ) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}, want one of {', '.join(get_args(Engine))}")
-        if encoder_dtype and encoder_dtype not in DTYPES:
-            raise ConfigError(f"encoder_dtype is {encoder_dtype!r}, want '' or one of {', '.join(DTYPES)}")
+        if encoder_dtype is not None and encoder is not None:
+            raise ConfigError(
+                "encoder_dtype and encoder are both given: one says the same as the other, or another thing"
+            )
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}, want 0 to 65535")
         if receive_threads < 1:
@@ -80,7 +92,9 @@ class SmgWorker:
         self.model = model
         self.receiver = receiver
         self.engine: Engine = engine
-        self.encoder_dtype = encoder_dtype
+        self.readiness = readiness
+        self._advertisement: Advertisement | None = None
+        self.encoder_dtype = _dtype_of(encoder) if encoder is not None else _dtype_named(encoder_dtype)
         self.host = host
         self.port = port
         can_remove = os.access(receiver.shm_dir, os.W_OK | os.X_OK, effective_ids=True)
@@ -104,6 +118,17 @@ class SmgWorker:
     def address(self) -> str:
         """What the gateway is given: ``grpc://host:port``. The port is known after :meth:`start`."""
         return f"grpc://{_authority(self.host, self.port)}"
+
+    def advertise_encoder(self, encoder: Any) -> str:
+        """Tell the gateway the dtype that ``encoder`` wants, from the next question on; that dtype, "" for none.
+
+        For a worker that listens before its model is loaded: call it before ``readiness`` is ready, because the
+        gateway asks once.
+        """
+        self.encoder_dtype = _dtype_of(encoder)
+        if self._advertisement is not None:
+            self._advertisement.encoder_dtype = self.encoder_dtype
+        return self.encoder_dtype
 
     def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
         """One request's tensors by label (``item0.encoder_input``, ``input0.pixel_values``), on the device.
@@ -165,7 +190,7 @@ class SmgWorker:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        server.add_generic_rpc_handlers([*service.handlers(), *health_handlers(lambda: self._stopping is None)])
+        server.add_generic_rpc_handlers([*service.handlers(), *health_handlers(self._is_serving)])
         try:
             port = server.add_insecure_port(_authority(self.host, self.port))
         except RuntimeError as error:
@@ -215,6 +240,9 @@ class SmgWorker:
             _log.warning("%s: %d calls and %d receives did not end and are left behind", self.address, calls, copies)
         _log.info("the worker on %s has stopped", self.address)
 
+    def _is_serving(self) -> bool:
+        return self._stopping is None and (self.readiness is None or self.readiness.is_ready)
+
     def _service(self, intake: Intake) -> Service:
         try:
             from .service import Advertisement
@@ -227,9 +255,31 @@ class SmgWorker:
         advertisement = Advertisement(
             self.shm_namespace_id, self.encoder_dtype, f"mmcopy-{__version__}", self.endpoint_path, str(os.geteuid())
         )
+        self._advertisement = advertisement
         service = VllmService if self.engine == "vllm" else TokenSpeedService
-        return service(self, intake, self._running, self.model, advertisement)
+        return service(self, intake, self._running, self.model, advertisement, self.readiness)
 
 
 def _authority(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _dtype_named(encoder_dtype: str | Mapping[str, str] | None) -> str:
+    """The name to advertise. Raises :class:`ConfigError` for one that is no dtype."""
+    if encoder_dtype is None:
+        return "bfloat16"
+    if isinstance(encoder_dtype, Mapping):
+        return common_dtype(encoder_dtype) or ""
+    if encoder_dtype and encoder_dtype not in DTYPES:
+        raise ConfigError(f"encoder_dtype is {encoder_dtype!r}, want '' or one of {', '.join(DTYPES)}")
+    return encoder_dtype
+
+
+def _dtype_of(encoder: Any) -> str:
+    """What an encoder wants. None is no error: the gateway then chooses, and the log says why."""
+    answers = explain_encoder_dtypes(encoder)
+    dtype = common_dtype({name: answer.dtype for name, answer in answers.items() if answer.dtype is not None})
+    if dtype is None:
+        reasons = "; ".join(f"{name}: {answer.reason}" for name, answer in answers.items())
+        _log.warning("no encoder dtype is advertised, the gateway chooses: %s", reasons)
+    return dtype or ""

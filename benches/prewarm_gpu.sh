@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# First encodes of the published Qwen2.5-VL and Qwen3-VL towers on one GPU, eager and compiled, cold and after a prewarm.
+# Random weights, bfloat16; an image of 1024 x 1024, a second one, a short video; and sizes that the prewarm did not use.
+#
+#     benches/prewarm_gpu.sh WHEEL_FOLDER OUT_FOLDER [DEVICE]
+#
+# WHEEL_FOLDER holds mmcopy's wheel (`make wheel`); nothing is downloaded. python3 must have torch and transformers 5.
+# OUT_FOLDER gets a folder a run (prewarm.json, prewarm.md, log) and prewarm.md with all tables. Exit code 1 when a run failed.
+# MODELS and MODES choose, ROUNDS is the number of steady encodes; LIMIT_S bounds each run.
+set -u -o pipefail
+wheels=$1 out=$2 device=${3:-cuda:0}
+cd "$(dirname "$0")/.."
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 1
+# The package under test is the wheel: python/ of the checkout must not be on the path.
+export PYTHONPATH=$site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+mkdir -p "$out"
+status=0
+for model in ${MODELS:-qwen2_5_vl qwen3_vl}; do
+    for mode in ${MODES:-eager tower}; do
+        name=$model-$mode
+        mkdir -p "$out/$name"
+        compile=()
+        [ "$mode" = eager ] || compile=(--compile "$mode")
+        t0=$SECONDS
+        echo "== $name"
+        timeout "${LIMIT_S:-300}" python3 -m mmcopy prewarm --model "${CONFIGS:-benches/encoders}/$model.json" \
+            --device "$device" ${compile[@]+"${compile[@]}"} ${BACKEND:+--backend "$BACKEND"} \
+            --image ${IMAGES:-1024x1024 768x1280} --video ${VIDEOS:-8x448x448 8x336x560} \
+            --check-image ${CHECK_IMAGES:-896x640} --check-video ${CHECK_VIDEOS:-8x392x336} \
+            --recompile-limit 64 --rounds "${ROUNDS:-20}" --deadline-s 180 --out "$out/$name" >"$out/$name/log" 2>&1
+        rc=$?
+        tail -n 12 "$out/$name/log"
+        echo "== $name: exit $rc after $((SECONDS - t0)) s"
+        [ "$rc" -eq 0 ] || status=1
+    done
+done
+for folder in "$out"/*/; do
+    [ -f "$folder/prewarm.md" ] && { echo "### $(basename "$folder")"; echo; cat "$folder/prewarm.md"; }
+done >"$out/prewarm.md"
+exit $status

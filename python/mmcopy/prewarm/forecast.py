@@ -1,0 +1,105 @@
+"""Which sizes a compiled encoder would compile for again.
+
+The rules are those that counting compilations of real towers showed (torch 2.11, transformers 5.24, backend "eager"): a
+size that was seen is compiled; a first size is compiled for as it is, a second one that shares no side makes the sides
+dynamic; a size of one token, or a row of them, is compiled for by itself. Where attention runs piece by piece (every
+implementation but flash attention), the number of pieces is compiled in, and each number needs two sizes. A forecast of
+"compiles" is cautious: it can be wrong. One of "does not" was right for every size that was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmcopy.encoders import Config, Family, Shape
+
+__all__ = ["Forecast", "foresee", "outlook"]
+
+_VARLEN = "attn_implementation='flash_attention_2' or another variable-length attention"
+_MORE = "give prewarm two sizes of that kind"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Whether encoding ``shape`` will compile, why, and what would avoid it ("" when it does not)."""
+
+    shape: Shape
+    compiles: bool
+    why: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        answer = f"{self.shape}: {'compiles again' if self.compiles else 'compiles nothing'}, {self.why}"
+        return f"{answer}; to avoid it: {self.remedy}" if self.remedy else answer
+
+
+def foresee(
+    family: Family, config: Config, shape: Shape, warmed: Sequence[Shape], *, compiled: bool, varlen: bool
+) -> Forecast:
+    """What a fitted ``shape`` meets after ``warmed`` were encoded. A pure function."""
+
+    def no(why: str) -> Forecast:
+        return Forecast(shape, False, why)
+
+    def yes(why: str, remedy: str) -> Forecast:
+        return Forecast(shape, True, why, remedy)
+
+    if not compiled:
+        return no("the encoder is not compiled")
+    if shape in warmed:
+        return no("this size was warmed")
+    sound = shape.modality == "audio"
+    seen = [each for each in dict.fromkeys(warmed) if (each.modality == "audio") == sound]
+    if len(seen) < 2:
+        return yes(f"{len(seen)} sizes were warmed, and a single one is compiled for as it is", "warm two")
+    unit = family.unit(config)
+    if unit and not sound and any(unit in item[-2:] for item in shape.items):
+        return yes("one token high or wide is compiled for by itself", "warm that very size")
+    pieces = family.segments(config, shape)
+    if not pieces:
+        if len(shape.items) == 1 and shape.volume < min(each.volume for each in seen):
+            return yes("it is smaller than every size that was warmed, maybe a batch of one", "warm that very size")
+        return no("the encoder's size is fixed, and the number of pictures is dynamic")
+    layout = family.layout(config, shape)
+    if layout and sum(family.layout(config, each) == layout for each in seen) < 2:
+        return yes("how the pictures of a batch differ is compiled in, and two such batches were not warmed", _MORE)
+    if varlen:
+        if len(shape.items) > 1 and not any(len(each.items) > 1 for each in seen):
+            return yes("no two items at once were warmed", "warm such a batch")
+        return no("attention takes any number of pieces")
+    counts = [number for each in seen for number in family.segments(config, each)]
+    unknown = sorted(number for number in pieces if counts.count(number) < 2)
+    if unknown:
+        return yes(
+            f"attention runs in {' and '.join(map(str, sorted(pieces)))} pieces, and {unknown[0]} was seen in "
+            f"{counts.count(unknown[0])} sizes: two are needed",
+            f"{_VARLEN}, or {_MORE}",
+        )
+    return no(f"{' and '.join(map(str, sorted(pieces)))} pieces of attention were seen, and sides are dynamic")
+
+
+def outlook(
+    family: Family, config: Config, modality: str, warmed: Sequence[Shape], *, compiled: bool, varlen: bool
+) -> str:
+    """One line about a modality's later sizes; "" where nothing compiles again."""
+    if not compiled:
+        return ""
+    seen = [each for each in dict.fromkeys(warmed) if (each.modality == "audio") == (modality == "audio")]
+    if len(seen) < 2:
+        return f"{modality}: every other size compiles again, because {len(seen)} sizes were warmed; warm two"
+    kinds = [family.segments(config, each) for each in seen]
+    if varlen or not any(kinds):
+        return ""
+    counts = [number for kind in kinds for number in kind]
+    good = sorted({number for number in counts if counts.count(number) >= 2})
+    numbers = ", ".join(map(str, good)) or "none"
+    if any(len(kind) > 1 for kind in kinds):
+        return (
+            f"{modality}: nearly every other size compiles again: attention runs in as many pieces as a size has "
+            f"windows, and only {numbers} are covered; to avoid it: {_VARLEN}, or no torch.compile"
+        )
+    return (
+        f"{modality}: sizes whose attention runs in another number of pieces (pictures x frames) than {numbers} "
+        f"compile again; to avoid it: {_VARLEN}, or {_MORE}"
+    )

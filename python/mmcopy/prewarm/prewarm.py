@@ -1,0 +1,257 @@
+"""The one function of this package: have the encoders warm before the worker says ready."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mmcopy.config import parse_count, parse_seconds
+from mmcopy.encoders import Family
+from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, UnknownFamilyError
+from mmcopy.readiness import Readiness
+from mmcopy.receiver import Receiver
+
+from .compiles import attention_of, count_graphs, is_compiled, limit_was_hit
+from .memory import Meter
+from .plan import Role, Sizes, encodes, parse_role, plan_shapes
+from .progress import following
+from .ranks import Ranks
+from .report import Outcome, PrewarmReport, PrewarmStatus, ShapeReport
+from .run import Job, run_job
+from .target import NothingToWarm, Target, choose_target, parse_device
+from .transport import warm_collectives, warm_receiver
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["prewarm"]
+
+_log = logging.getLogger("mmcopy.prewarm")
+
+
+def prewarm(
+    model: nn.Module,
+    *,
+    role: Role | str,
+    device: Any,
+    modalities: Sequence[str] | None = None,
+    sizes: Sizes | None = None,
+    max_pixels: int | None = None,
+    deadline_s: float | None = 300.0,
+    required: bool = False,
+    stream: torch.cuda.Stream | None = None,
+    repeats: int = 1,
+    config: Any = None,
+    family: Family | None = None,
+    encode: Callable[[str, Mapping[str, torch.Tensor]], Any] | None = None,
+    receiver: Receiver | None = None,
+    group: Any = None,
+    device_group: Any = None,
+    readiness: Readiness | None = None,
+    before_ready: Callable[[PrewarmReport], object] | None = None,
+    progress: bool = True,
+) -> PrewarmReport:
+    """Run every encoder of ``model`` on a set of shapes, so that the first user does not wait for it.
+
+    Real encodes, of random pixels, in inference mode (serve in that mode too: torch.compile compiles again for another
+    one), each waited for: kernels are loaded and chosen, a compiled encoder is compiled, memory is allocated. The
+    shapes are those of the model's family: a typical one, a second size, so that a compiler makes sizes dynamic,
+    several pictures at once, a short video, the smallest, and the largest that the memory left has room for, which is
+    estimated from the others and halved when it was not enough.
+
+    Blocks until that is done, or until ``deadline_s`` has passed. An encode cannot be interrupted: it runs on a
+    thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while it
+    still hangs ends cleanly by ``os._exit`` alone. None: no limit, on the caller's own thread, for what
+    belongs to a thread, such as the CUDA graphs of ``mode="reduce-overhead"`` (with ``repeats=3``).
+
+    model: any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.
+    role: aggregated, prefill and encode workers are warmed; a decode worker is not, and the report says so.
+    device: ``"cpu"`` or ``"cuda:N"``. modalities: some of image, video, audio; all that the model has; () for none.
+    sizes: by modality, instead of the family's shapes: ``{"image": [(1024, 1024), [(512, 512), (768, 512)]],
+        "video": [(8, 448, 448)]}``, one encode an entry. max_pixels: the preprocessor's limit for one picture.
+    required: raise, and let ``readiness`` fail, when not every shape could be encoded. Otherwise the worker becomes
+        ready with a warning.
+    stream: where the encodes run; the caller's current one. The device is idle afterwards: any stream may follow.
+    repeats: encodes of each shape. progress: a bar, when stderr is a terminal and rich is installed.
+    config, family: for a model without ``config``, or that mmcopy does not know. encode: called with the modality and
+        the tensors by name, instead of the model's ``get_image_features`` and the like.
+    receiver: is warmed too, by small tensors from segments and messages (they count in its metrics).
+    group: a gloo group of the tensor-parallel ranks. All of them call; they agree on the shapes first, encode the
+        same ones in the same order, and go smaller together. device_group: their group for tensors; gets a broadcast.
+    readiness: is warming meanwhile, then ready or failed; failed for every exception that is raised here, too.
+    before_ready: called with the report when all has ended well enough, before ``readiness`` is ready: size the KV
+        cache there. What the encoders need is allocated by then.
+
+    Raises :class:`mmcopy.ConfigError` for options and sizes that cannot be, :class:`mmcopy.DeviceError`;
+    :class:`mmcopy.PrewarmTimeoutError` or :class:`mmcopy.PrewarmError` when it is required and was not done, with the
+    report in ``report`` and the encoder's exception as ``__cause__``; :class:`mmcopy.PrewarmError` when ranks disagree.
+    """
+    readiness = readiness or Readiness()
+    try:
+        report = _prewarm(
+            model,
+            role=parse_role(role),
+            device=device,
+            modalities=modalities,
+            sizes=sizes,
+            max_pixels=None if max_pixels is None else parse_count(max_pixels, setting="prewarm max_pixels"),
+            deadline_s=None if deadline_s is None else parse_seconds(deadline_s, setting="prewarm deadline_s"),
+            required=required,
+            stream=stream,
+            repeats=parse_count(repeats, setting="prewarm repeats"),
+            config=config,
+            family=family,
+            encode=encode,
+            receiver=receiver,
+            group=group,
+            device_group=device_group,
+            readiness=readiness,
+            progress=progress,
+        )
+        if report.status is PrewarmStatus.INCOMPLETE:
+            if required:
+                late = report.error is None or any(each.outcome is Outcome.HUNG for each in report.shapes)
+                kind = PrewarmTimeoutError if late else PrewarmError
+                failed = kind(str(report))
+                failed.report = report
+                raise failed from report.error
+            _log.warning("%s", report)
+        else:
+            _log.info("%s", report)
+        for line in (*report.warnings, *report.outlooks):
+            _log.warning("%s", line)
+        if before_ready is not None:
+            before_ready(report)
+    except BaseException as error:
+        readiness.fail(f"{type(error).__name__}: {error}")
+        raise
+    readiness.ready(str(report) if report.status is PrewarmStatus.INCOMPLETE else "")
+    return report
+
+
+def _prewarm(
+    model: nn.Module,
+    *,
+    role: Role,
+    device: Any,
+    modalities: Sequence[str] | None,
+    sizes: Sizes | None,
+    max_pixels: int | None,
+    deadline_s: float | None,
+    required: bool,
+    stream: Any,
+    repeats: int,
+    config: Any,
+    family: Family | None,
+    encode: Any,
+    receiver: Receiver | None,
+    group: Any,
+    device_group: Any,
+    readiness: Readiness,
+    progress: bool,
+) -> PrewarmReport:
+    started = time.monotonic()
+    deadline = started + (deadline_s if deadline_s is not None else 10 * 365 * 86400)
+    nothing = PrewarmReport(status=PrewarmStatus.SKIPPED, reason="", role=role, device=str(device))
+    if not encodes(role):
+        return replace(nothing, reason=f"a {role} worker encodes nothing")
+    where = parse_device(device)
+    try:
+        target = choose_target(model, device=where, modalities=modalities, config=config, family=family)
+    except NothingToWarm as why:
+        return replace(nothing, reason=str(why))
+    except UnknownFamilyError as error:
+        if required or modalities is not None:
+            raise
+        return replace(nothing, reason=str(error), warnings=[f"the encoders are not warmed: {error}"])
+    plan = plan_shapes(target.config, target.family, target.modalities, sizes=sizes, max_pixels=max_pixels)
+    ranks, meter = Ranks(group), Meter(where)
+
+    def prepare() -> float:
+        began = time.monotonic()
+        if receiver is not None:
+            try:
+                warm_receiver(receiver)
+            except MmcopyError as error:
+                target.warnings.append(f"the receiver could not be warmed: {type(error).__name__}: {error}")
+        if device_group is not None:
+            warm_collectives(device_group, where)
+        meter.synchronize()
+        return time.monotonic() - began
+
+    def run_encoder(modality: str, tensors: Mapping[str, Any]) -> Any:
+        return target.family.encode(model, modality, tensors)
+
+    graphs, given_up = count_graphs(), limit_was_hit()
+    with following(readiness, len(plan), bar=progress and ranks.rank == 0) as step:
+        job = Job(
+            family=target.family,
+            config=target.config,
+            plan=plan,
+            dtypes=target.dtypes,
+            device=where,
+            stream=_stream(where, stream),
+            encode=encode or run_encoder,
+            ranks=ranks,
+            meter=meter,
+            deadline=deadline,
+            repeats=repeats,
+            step=step,
+            prepare=prepare,
+            agreed=[str(role), type(target.family).__name__, str(dict(target.dtypes)), *map(str, plan)],
+        )
+        shapes = run_job(job, timeout_s=deadline_s)
+    if limit_was_hit() > given_up:
+        target.warnings.append(
+            "torch.compile gave up on a part of the encoder, which runs eagerly now: more compilations than "
+            "torch._dynamo.config.recompile_limit; raise it, or warm fewer sizes"
+        )
+    retained, reserved = meter.kept()
+    status, reason = _verdict(shapes, late=job.late, deadline_s=deadline_s)
+    return PrewarmReport(
+        status=status,
+        reason=reason,
+        role=role,
+        device=str(where),
+        dtypes=target.dtypes,
+        shapes=tuple(shapes),
+        seconds=time.monotonic() - started,
+        transport_seconds=job.transport_seconds,
+        compiled=any(is_compiled(model, tower) for tower in target.towers.values()),
+        attention=_attention(target),
+        graphs=count_graphs() - graphs,
+        peak_bytes=max((each.peak_bytes for each in shapes if each.peak_bytes is not None), default=None),
+        retained_bytes=retained,
+        reserved_bytes=reserved,
+        warnings=tuple(target.warnings),
+        error=job.error if status is PrewarmStatus.INCOMPLETE else None,
+        family=target.family,
+        config=target.config,
+    )
+
+
+def _verdict(shapes: Sequence[ShapeReport], *, late: bool, deadline_s: float | None) -> tuple[PrewarmStatus, str]:
+    reasons = [f"{each.shape} failed: {each.note}" for each in shapes if each.outcome is Outcome.FAILED]
+    hung = next((each for each in shapes if each.outcome is Outcome.HUNG), None)
+    if hung is not None:
+        reasons.insert(0, f"{hung.shape} was still running after {deadline_s:g} s, the deadline")
+    elif late:
+        reasons.insert(0, f"the deadline of {deadline_s:g} s passed")
+    return (PrewarmStatus.INCOMPLETE, "; ".join(reasons)) if reasons else (PrewarmStatus.WARM, "")
+
+
+def _stream(device: torch.device, stream: Any) -> Any:
+    """The stream that is current for the caller, since the work is on another thread."""
+    if device.type != "cuda" or stream is not None:
+        return stream
+    import torch
+
+    return torch.cuda.current_stream(device)
+
+
+def _attention(target: Target) -> str:
+    return next((name for name in map(attention_of, target.towers.values()) if name), "")

@@ -1,0 +1,49 @@
+"""How far a prewarm has come: a bar at a terminal, where rich is installed; log lines say the same elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+from mmcopy.encoders import Shape
+from mmcopy.readiness import Readiness
+
+__all__ = ["following"]
+
+_log = logging.getLogger("mmcopy.prewarm")
+
+
+@contextlib.contextmanager
+def following(readiness: Readiness, total: int, *, bar: bool) -> Iterator[Callable[[Shape, int, int], None]]:
+    """What to call with each shape that begins, how many are done, and of how many."""
+
+    def step(shape: Shape, done: int, total: int) -> None:
+        readiness.warming(str(shape), modality=shape.modality, done=done, total=total)
+        _log.info("%s begins, %d of %d done", shape, done, total)
+
+    if not bar or not total or not sys.stderr.isatty():
+        yield step
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield step
+        return
+    columns = (
+        TextColumn("prewarm"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[shape]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("prewarm", total=total, shape="")
+
+        def draw(shape: Shape, done: int, total: int) -> None:
+            progress.update(task, completed=done, shape=str(shape))
+            step(shape, done, total)
+
+        yield draw

@@ -1,0 +1,71 @@
+"""Several ranks of one prewarm, each a process: prints what happened on each as JSON lines.
+
+python -m tests.prewarm_ranks STORE SCENARIO RANK
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mmcopy
+
+from .encoder_fakes import PLAIN, Model
+
+WORLD = 2
+SCENARIOS = ("out-of-memory", "raises", "disagree", "hangs")
+
+
+def behaviour(scenario: str, rank: int) -> Any:
+    def behave(pixels: torch.Tensor) -> None:
+        area = pixels.shape[-2] * pixels.shape[-1]
+        if scenario == "out-of-memory" and rank == 1 and area > 300:
+            raise torch.OutOfMemoryError("rank 1 is full")
+        if scenario == "raises" and rank == 1 and area > 100:
+            raise RuntimeError("bad kernel")
+        if scenario == "hangs" and rank == 1 and area > 100:
+            threading.Event().wait(30)
+
+    return behave
+
+
+def warm(scenario: str, rank: int) -> dict[str, Any]:
+    """One prewarm, and what came of it on this rank."""
+    model = Model(behaviour(scenario, rank))
+    sizes = {"image": [(8, 8), (8, 16 if rank else 24)]} if scenario == "disagree" else None
+    readiness = mmcopy.Readiness()
+    found: dict[str, Any] = {"scenario": scenario}
+    try:
+        report = mmcopy.prewarm(
+            model,
+            role="aggregated",
+            device="cpu",
+            family=PLAIN,
+            sizes=sizes,
+            group=dist.group.WORLD,
+            device_group=dist.group.WORLD,
+            deadline_s=5 if scenario == "hangs" else 60,
+            readiness=readiness,
+        )
+        found |= {"status": str(report.status), "shapes": [[str(s.shape), str(s.outcome)] for s in report.shapes]}
+        found["notes"] = [s.note for s in report.shapes]
+    except mmcopy.PrewarmError as error:
+        found["error"] = str(error)
+    return found | {"encoded": [list(size[1:]) for size in model.sizes], "ready": str(readiness.state)}
+
+
+def main(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    for scenario in SCENARIOS:
+        print(json.dumps(warm(scenario, rank)), flush=True)
+    os._exit(0)  # a thread of the last one still hangs in C++, and must not be there when that is torn down
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,110 @@
+"""``mmcopy prewarm`` as users call it, at sizes that a CPU encodes at once."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from mmcopy import ConfigError
+from mmcopy.bench.encoder_table import as_markdown, encoder_table
+from mmcopy.cli import main
+from mmcopy.cli.prewarm import parse
+
+from .encoder_models import build
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    directory = tmp_path_factory.mktemp("qwen3_vl")
+    (directory / "config.json").write_text(build("qwen3_vl").config.to_json_string(use_diff=False))
+    return directory
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mmcopy", "prewarm", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+
+
+def test_a_table_of_cold_prewarm_and_first_after(model_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    done = call(
+        "--model", model_dir, "--compile", "blocks", "--backend", "eager", "--image", "32x32", "24x16",
+        "--modalities", "image", "--check-image", "16x24", "16x16+16x24", "--rounds", "3", "--json", "--out", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    cold, warm = result["cold"], result["warm"]
+    assert [row["shape"] for row in cold["rows"]] == ["image 32x32"]
+    assert cold["rows"][0]["graphs"] > 0
+    assert [(row["shape"], row["warmed"]) for row in warm["rows"]] == [
+        ("image 32x32", True), ("image 24x16", True), ("image 16x24", False), ("image 16x16 + 16x24", False),
+    ]  # fmt: skip
+    for row in warm["rows"]:
+        assert row["first_s"] > 0
+        assert row["steady_s"] > 0
+        assert row["ratio"] == row["first_s"] / row["steady_s"]
+        assert row["forecast_compiles"] or row["graphs"] == 0
+    assert [row["forecast_compiles"] for row in warm["rows"]] == [False, False, False, True]
+    assert warm["report"]["status"] == "warm"
+    assert warm["report"]["compiled"]
+    assert warm["report"]["graphs"] > 0
+    assert warm["about"]["weights"] == "random"
+    assert json.loads((tmp_path / "prewarm.json").read_text()) == result
+    markdown = (tmp_path / "prewarm.md").read_text()
+    assert markdown == as_markdown(warm, cold)
+    assert "| image 16x24 | - | not used | " in markdown
+    assert "first after" in done.stderr
+    assert len(encoder_table(warm, None).columns) == len(encoder_table(warm, cold).columns) - 1
+
+
+def test_an_incomplete_prewarm_is_exit_code_1(model_dir: pathlib.Path) -> None:
+    """65,536 patches of attention do not end within the deadline, and what still runs does not spoil the exit."""
+    done = call("--model", model_dir, "--no-cold", "--image", "2048x2048", "--deadline-s", "0.05", "--rounds", "1")
+    assert done.returncode == 1, done.stderr
+    assert "incomplete" in done.stdout
+    assert "the deadline" in done.stdout
+
+
+def test_a_decode_worker_has_nothing_to_measure(model_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prewarm", "--model", str(model_dir), "--role", "decode"]) == 0
+    assert capsys.readouterr().out == "prewarm of decode: skipped, a decode worker encodes nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "/nowhere"], "/nowhere is no model's config: FileNotFoundError"),
+        (["--device", "cuda"], "give the index, for example 'cuda:0'"),
+        (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
+        (["--role", "prefil"], "did you mean 'prefill'"),
+        (["--image", "1024"], "image size (1024,): want (height, width)"),
+        (["--video", "axbxc"], "--video 'axbxc': want sizes such as 1024x1024"),
+        (["--rounds", "0"], "--rounds is 0, want a whole number, 1 or more"),
+        (["--max-pixels", "-4"], "--max-pixels is -4"),
+        (["--recompile-limit", "0"], "--recompile-limit is 0"),
+        (["--deadline-s", "0"], "--deadline-s is 0.0"),
+    ],
+)
+def test_bad_calls(
+    model_dir: pathlib.Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    model = [] if "--model" in arguments else ["--model", str(model_dir)]
+    assert main(["prewarm", *model, *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mmcopy prewarm: ")
+    assert says in shown.err
+    assert shown.out == ""
+
+
+def test_sizes_as_they_are_typed() -> None:
+    assert parse("image", ["1024x1024", "512x512+512x768"]) == [[[1024, 1024]], [[512, 512], [512, 768]]]
+    assert parse("video", ["8x448x448"]) == [[[8, 448, 448]]]
+    assert parse("audio", ["3000"]) == [[[3000]]]
+    with pytest.raises(ConfigError):
+        parse("image", ["8x0"])
