@@ -130,7 +130,7 @@ def test_an_encode_function_of_the_users_own() -> None:
         ({"device": "cuda:99"}, DeviceError, "device is 'cuda:99', this machine has"),
         ({"device": "tpu"}, DeviceError, "want 'cpu' or 'cuda:N'"),
         ({"deadline_s": 0}, ConfigError, "prewarm deadline_s is 0"),
-        ({"deadline_s": "1"}, ConfigError, "prewarm deadline_s is '1'"),
+        ({"deadline_s": "1x"}, ConfigError, "prewarm deadline_s is '1x'"),
         ({"repeats": 0}, ConfigError, "prewarm repeats is 0"),
         ({"max_pixels": 0}, ConfigError, "prewarm max_pixels is 0"),
         ({"sizes": [(8, 8)]}, ConfigError, "sizes is a list, want a mapping"),

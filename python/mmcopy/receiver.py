@@ -130,7 +130,7 @@ class Receiver:
                 staging_bytes=staging_bytes,
                 slot_bytes=slot_bytes,
                 num_threads=threads,
-                timeout_s=timeout_s,
+                timeout_s=self._timeout_s,
                 metrics=self.metrics,
                 endpoint=endpoint,
             )

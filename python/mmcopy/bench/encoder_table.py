@@ -9,7 +9,17 @@ from .table import Table, time_text
 
 __all__ = ["COLUMNS", "as_markdown", "encoder_table", "notes"]
 
-COLUMNS = ("shape", "prewarm", "first after", "steady (IQR)", "first / steady", "graphs", "forecast")
+COLUMNS = (
+    "shape",
+    "prewarm",
+    "first after",
+    "in turns (IQR)",
+    "first / in turns",
+    "steady (IQR)",
+    "first / steady",
+    "graphs",
+    "forecast",
+)
 
 
 def encoder_table(warm: dict[str, Any], cold: dict[str, Any] | None) -> Table:
@@ -25,6 +35,8 @@ def encoder_table(warm: dict[str, Any], cold: dict[str, Any] | None) -> Table:
         cells += [
             time_text(spent[row["shape"]]) if row["warmed"] else "not used",
             time_text(row["first_s"]),
+            f"{time_text(row['turns_s'])} ({time_text(row['turns_iqr_s'])})",
+            f"{row['turns_ratio']:.2f}",
             f"{time_text(row['steady_s'])} ({time_text(row['steady_iqr_s'])})",
             f"{row['ratio']:.2f}",
             str(row["graphs"]),
@@ -51,6 +63,7 @@ def notes(warm: dict[str, Any]) -> list[str]:
             f"kept for reuse {report['reserved_bytes'] / 2**20:.0f} MiB"
         ),
     ]
+    lines.append("in turns: every encode follows one of another shape; steady: the same shape again and again")
     return [*lines, *report["warnings"], *report["outlooks"]]
 
 

@@ -65,8 +65,10 @@ def prewarm(
 
     Blocks until that is done, or until ``deadline_s`` has passed. An encode cannot be interrupted: it runs on a
     thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while it
-    still hangs ends cleanly by ``os._exit`` alone. None: no limit, on the caller's own thread, for what
-    belongs to a thread, such as the CUDA graphs of ``mode="reduce-overhead"`` (with ``repeats=3``).
+    still hangs ends cleanly by ``os._exit`` alone. On a GPU each shape is encoded once more on the caller's thread:
+    serve from that one, since CUDA's libraries keep what they have chosen by thread. None: no limit, all on the
+    caller's own thread, for what belongs to a thread altogether, such as the CUDA graphs of
+    ``mode="reduce-overhead"`` (with ``repeats=3``).
 
     model: any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.
     role: aggregated, prefill and encode workers are warmed; a decode worker is not, and the report says so.

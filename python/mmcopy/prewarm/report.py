@@ -54,6 +54,8 @@ class ShapeReport:
     graphs: int = 0
     peak_bytes: int | None = None
     note: str = ""
+    again_seconds: float = 0.0
+    """Of one more encode, on the caller's thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,7 @@ class PrewarmReport:
                     "shape": str(each.shape),
                     "outcome": str(each.outcome),
                     "seconds": each.seconds,
+                    "again_seconds": each.again_seconds,
                     "graphs": each.graphs,
                     "peak_bytes": each.peak_bytes,
                     "note": each.note,
