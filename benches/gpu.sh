@@ -28,11 +28,13 @@ step() { # NAME SECONDS COMMAND...
 }
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 step doctor 60 python3 -m mmcopy doctor
-step tests 240 python3 -m pytest tests/gpu tests/doctor tests/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
+step tests 400 python3 -m pytest tests/gpu tests/doctor tests/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
 for engine in tokenspeed vllm; do
     step "demo-$engine" 90 python3 -m mmcopy demo --engine "$engine" --device cuda:0 --requests 6 --json
 done
 step demo-epd 90 python3 -m mmcopy demo --topology epd --device cuda:0 --json
 step h2d 180 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --json --plot "$out/h2d.png"
+step e2e 180 python3 -m mmcopy bench e2e --device cuda:0 --threads 8 --json --plot "$out/e2e.png"
+step rest 90 python3 benches/rest.py --device cuda:0
 step sweep 120 python3 -m mmcopy bench copy --device cuda:0
 exit $status

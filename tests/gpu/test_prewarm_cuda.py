@@ -146,14 +146,20 @@ def test_the_receivers_pinned_ring_and_copy_stream_are_used(torch: Any, fakes: A
 
 
 def test_real_towers_encode_on_the_gpu(torch: Any) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     from tests.encoder_models import BUILDERS, build
 
+    is_old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
     for name in BUILDERS:
+        # 5.17 splits Kimi's pooled video by the number of frames that it had before, and raises.
+        modalities = ["image"] if is_old and name == "kimi_k25" else None
         model = build(name, torch.bfloat16).to("cuda:0")
-        report = prewarm(model, role="encode", device="cuda:0", max_pixels=64 * 64, deadline_s=60)
+        report = prewarm(
+            model, role="encode", device="cuda:0", max_pixels=64 * 64, deadline_s=60, modalities=modalities
+        )
         assert report.status is PrewarmStatus.WARM, (name, report.reason)
         assert report.peak_bytes
+        assert all(each.again_seconds > 0 for each in report.shapes)
 
 
 def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: Any) -> None:

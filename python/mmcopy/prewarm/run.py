@@ -87,7 +87,8 @@ class Job:
             self.failure = error
 
     def settle(self) -> None:
-        """Encode on this thread what was encoded on another, until the deadline; blocks for the encode that runs then."""
+        """Encode on this thread what was encoded on another, until the deadline; blocks for the encode that runs
+        then."""
         with _inference(self.device, self.stream):
             for index, result in enumerate(self.results):
                 if self.ranks.all_of(self._is_over(), any):
