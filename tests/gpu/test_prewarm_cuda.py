@@ -10,6 +10,7 @@ import pytest
 
 from mmcopy import ConfigError, Metrics, PrewarmStatus, Readiness, Receiver, prewarm
 from mmcopy.encoders import Shape
+from tests.conftest import settle
 
 pytestmark = pytest.mark.gpu
 
@@ -179,4 +180,4 @@ def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: An
         report.family.encode(model, "image", make_tensors(inputs, dtype="bfloat16", device=torch.device("cuda:0")))
     torch.cuda.synchronize(0)
     assert count_graphs() == before
-    assert "mmcopy-prewarm" not in {thread.name for thread in threading.enumerate()}
+    assert settle(lambda: "mmcopy-prewarm" not in {thread.name for thread in threading.enumerate()})
