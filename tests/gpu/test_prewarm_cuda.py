@@ -10,6 +10,7 @@ import pytest
 
 from mmcopy import ConfigError, Metrics, PrewarmStatus, Readiness, Receiver, prewarm
 from mmcopy.encoders import Shape
+from tests.conftest import settle
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +78,7 @@ def test_an_encode_is_waited_for(torch: Any, fakes: Any) -> None:
     readiness = Readiness()
     readiness.watch(lambda snapshot: done.extend(event.query() for event in events))
     warm(fakes.Model(behave), fakes, readiness=readiness)
-    assert len(events) == 3
+    assert len(events) == 6, "three shapes, on the prewarm's thread and on ours"
     assert done
     assert all(done)
 
@@ -90,7 +91,7 @@ def test_peak_and_retained_bytes(torch: Any, fakes: Any) -> None:
 
     def behave(pixels: Any) -> None:
         torch.empty(pixels.numel() * MIB // 4, dtype=torch.uint8, device=pixels.device)
-        if pixels.numel() == 64:
+        if pixels.numel() == 64 and not kept:
             kept.append(torch.empty(8 * MIB, dtype=torch.uint8, device=pixels.device))
 
     model = fakes.Model(behave)
@@ -151,8 +152,8 @@ def test_real_towers_encode_on_the_gpu(torch: Any) -> None:
 
     is_old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
     for name in BUILDERS:
-        # 5.17 splits Kimi's pooled video by the number of frames that it had before, and raises.
-        modalities = ["image"] if is_old and name == "kimi_k25" else None
+        # 5.17 raises for the videos of these two.
+        modalities = ["image"] if is_old and name in ("kimi_k25", "gemma4") else None
         model = build(name, torch.bfloat16).to("cuda:0")
         report = prewarm(
             model, role="encode", device="cuda:0", max_pixels=64 * 64, deadline_s=60, modalities=modalities
@@ -185,4 +186,4 @@ def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: An
         report.family.encode(model, "image", make_tensors(inputs, dtype="bfloat16", device=torch.device("cuda:0")))
     torch.cuda.synchronize(0)
     assert count_graphs() == before
-    assert "mmcopy-prewarm" not in {thread.name for thread in threading.enumerate()}
+    assert settle(lambda: "mmcopy-prewarm" not in {thread.name for thread in threading.enumerate()})
