@@ -1,4 +1,4 @@
-"""``mmcopy demo``: a real gateway, real workers, every tensor checked.
+"""``mmcopy demo``: a real gateway, or mmcopy's own, real workers, every tensor checked.
 
 Light to import: what the command needs is imported when it runs.
 """
@@ -31,12 +31,20 @@ def add_parser(subparsers: Any) -> None:
         "demo",
         help="send pictures through a real SMG gateway to workers on this machine and check every tensor",
         description=(
-            "Start workers and a real SMG gateway on 127.0.0.1, send chat requests with pictures, check every tensor "
-            "that the workers received against an independent computation or its checksum, and list what is left in "
-            "shared memory. Exit code 1 for a mismatch, a failed request or a leftover; 2 when it could not run."
+            "Start workers and a real SMG gateway (or mmcopy's own) on 127.0.0.1, send chat requests with pictures, "
+            "check every tensor that the workers received against an independent computation or its checksum, and "
+            "list what is left in shared memory. Exit code 1 for a mismatch, a failed request or a leftover; 2 when it "
+            "could not run."
         ),
     )
     what = parser.add_argument_group("what runs")
+    what.add_argument(
+        "--gateway",
+        choices=("smg", "mmcopy"),
+        default="smg",
+        help="the real SMG gateway, or a Python process that preprocesses with numpy and sends through mmcopy's arena "
+        "(one worker, pictures that need no resize). default: %(default)s",
+    )
     what.add_argument("--engine", choices=("tokenspeed", "vllm"), default="tokenspeed", help="default: %(default)s")
     what.add_argument(
         "--topology",
@@ -67,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     sent.add_argument("--requests", type=count, metavar="N", help="chat requests. default: each set of pictures once")
     sent.add_argument("--concurrency", type=count, default=2, metavar="N", help="at a time. default: %(default)s")
     how = parser.add_argument_group("which way tensors go")
-    how.add_argument("--transport", choices=("inline", "shm", "auto"), default="shm", help="default: %(default)s")
+    how.add_argument("--transport", choices=("inline", "shm", "auto"), help="default: shm, with --gateway mmcopy auto")
     how.add_argument(
         "--shm-namespace",
         choices=("own", "foreign", "none"),
@@ -94,15 +102,18 @@ def run(args: argparse.Namespace) -> int:
 
     console = console_for(sys.stderr if args.json else sys.stdout)
     progress = console_for(sys.stderr)
-    find_smg()
+    is_own = args.gateway == "mmcopy"
+    if not is_own:
+        find_smg()
     family = FAMILIES[args.family]
-    hands = hands_for(family, args.image, args.video)
+    hands = (own_gateway_hands if is_own else hands_for)(family, args.image, args.video)
     job = Job(
         family=family,
         hands=hands,
+        gateway=args.gateway,
         engine=args.engine,
         topology=args.topology,
-        transport=args.transport,
+        transport=args.transport or ("auto" if is_own else "shm"),
         shm_min_bytes=args.shm_min_bytes,
         device=args.device,
         framework=default_framework(args.device),
@@ -135,6 +146,18 @@ def hands_for(family: Family, images: list[Path], videos: list[Path]) -> list[Ha
     if images or videos:
         return own_hands(images, videos, images_max=family.max_images)
     return generated_hands(family)
+
+
+def own_gateway_hands(family: Family, images: list[Path], videos: list[Path]) -> list[Hand]:
+    """As :func:`hands_for`, for mmcopy's own gateway: of the generated pictures those that need no resize."""
+    from mmcopy.demo.expected import kept_size
+    from mmcopy.demo.pictures import decoded
+
+    hands = hands_for(family, images, videos)
+    if images or videos:
+        return [decoded(hand) for hand in hands]
+    kept = [hand for hand in hands if all(kept_size(family, each.width, each.height) for each in hand.pictures)]
+    return kept or hands  # the job says why none will do
 
 
 def _whole_number(least: int) -> Callable[[str], int]:

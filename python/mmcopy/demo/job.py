@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +17,11 @@ from mmcopy.errors import ConfigError
 from .checks import Checker, Linked, Row, Sent, is_primary, linked
 from .families import Family
 from .gateway import Gateway
-from .leftovers import Leftover, Leftovers
+from .leftovers import Leftover, Leftovers, sender_ids_of
 from .model_dir import write_model_dir
+from .own_gateway_process import OwnGatewayProcess
 from .pictures import Hand
+from .preparing import check_picture
 from .worker_process import NIXL, WorkerProcess
 
 __all__ = ["ROLES", "Job", "Outcome", "default_framework", "missing", "run_job"]
@@ -31,6 +33,7 @@ GATEWAY_START_LIMIT_S = 30.0
 REQUEST_LIMIT_S = 120.0
 REPORT_LIMIT_S = 20.0
 SETTLE_LIMIT_S = 2.0
+SOCKETS = "s"  # a unix socket's path is short
 POLL_S = 0.05
 
 
@@ -40,6 +43,8 @@ class Job:
 
     family: Family
     hands: Sequence[Hand]
+    gateway: Literal["smg", "mmcopy"] = "smg"
+    """The real one, or a process of mmcopy's that preprocesses with numpy and sends through its arena."""
     engine: Literal["tokenspeed", "vllm"] = "tokenspeed"
     topology: Literal["regular", "pd", "epd"] = "regular"
     transport: str = "shm"
@@ -60,6 +65,17 @@ class Job:
         for name in ("requests", "concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, want 1 or more")
+        if self.gateway == "mmcopy":
+            self._check_own_gateway()
+
+    def _check_own_gateway(self) -> None:
+        if self.topology != "regular":
+            raise ConfigError(f"topology {self.topology} needs gateway smg: gateway mmcopy calls one worker")
+        for hand in self.hands[: self.requests]:
+            if hand.videos:
+                raise ConfigError("videos need gateway smg: gateway mmcopy takes pictures")
+            for picture in hand.pictures:
+                check_picture(self.family, picture.width, picture.height, dtype=self.encoder_dtype)
 
 
 @dataclass
@@ -70,6 +86,9 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    paths: tuple[str, ...] = ("inline", "segment")
+    """The ways that this gateway has."""
     device: str = ""
     wall_s: float = 0.0
 
@@ -101,20 +120,22 @@ def run_job(
     ``poll`` is called in every wait and may raise to stop the run; ``say`` is told what happens next. Raises
     :class:`mmcopy.MmcopyError` when a worker or the gateway does not start; what goes wrong later is in the outcome.
     """
-    outcome = Outcome()
+    outcome = Outcome() if job.gateway == "smg" else Outcome(paths=("inline", "segment", "lease"))
     leftovers = Leftovers()
-    gateway: Gateway | None = None
+    gateway: Gateway | OwnGatewayProcess | None = None
     workers: list[WorkerProcess] = []
     start = time.monotonic()
 
-    def look() -> list[Leftover]:
+    def look(sender_ids: Iterable[str] = ()) -> list[Leftover]:
         pids = [] if gateway is None else gateway.pids
-        return leftovers.found(gateway_pids=pids, handed=_handed(workers))
+        return leftovers.found(gateway_pids=pids, handed=_handed(workers), sender_ids=sender_ids)
 
     try:
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcopy-demo-")))
             model_dir = write_model_dir(job.family, directory / "model")
+            # When all have ended, before the directory goes.
+            stack.callback(lambda: outcome.faults.extend(_sockets_left(directory / SOCKETS)))
             say("starting the workers")
             workers += _workers(job, model_dir, directory)
             for worker in workers:
@@ -135,8 +156,11 @@ def run_job(
             say("stopping, and checking")
     finally:
         # Everything that could use them has ended: these segments have no owner but us.
-        outcome.leftovers = look()
+        outcome.leftovers = look(sender_ids_of(_handed(workers)))
         leftovers.remove(outcome.leftovers)
+    if isinstance(gateway, OwnGatewayProcess):
+        outcome.faults += gateway.faults()
+        outcome.notes += gateway.notes()
     _judge(job, outcome, workers)
     return outcome
 
@@ -155,6 +179,7 @@ def _workers(job: Job, model_dir: Path, directory: Path) -> list[WorkerProcess]:
             shm_namespace=job.shm_namespace,
             bootstrap_port=BOOTSTRAP_PORTS.get(role) if job.engine == "tokenspeed" else None,
             kv_connector=NIXL if job.engine == "vllm" and job.topology == "pd" else "",
+            endpoint_dir=directory / SOCKETS if job.gateway == "mmcopy" else None,
         )
         for role in ROLES[job.topology]
     ]
@@ -162,7 +187,19 @@ def _workers(job: Job, model_dir: Path, directory: Path) -> list[WorkerProcess]:
 
 def _gateway(
     job: Job, model_dir: Path, directory: Path, workers: Sequence[WorkerProcess], poll: Callable[[], None]
-) -> Gateway:
+) -> Gateway | OwnGatewayProcess:
+    if job.gateway == "mmcopy":
+        return OwnGatewayProcess(
+            model_dir,
+            workers[0].address,
+            family=job.family.name,
+            transport=job.transport,
+            shm_min_bytes=job.shm_min_bytes,
+            model=job.family.served_name,
+            log_path=directory / "gateway.log",
+            start_timeout_s=GATEWAY_START_LIMIT_S,
+            poll=poll,
+        )
     return Gateway(
         model_dir,
         [worker.address for worker in workers],
@@ -179,7 +216,7 @@ def _gateway(
     )
 
 
-def _send(job: Job, gateway: Gateway, poll: Callable[[], None]) -> list[Sent]:
+def _send(job: Job, gateway: Gateway | OwnGatewayProcess, poll: Callable[[], None]) -> list[Sent]:
     """All requests, ``concurrency`` at a time, in the order of their numbers."""
 
     def one(number: int, hand: Hand) -> Sent:
@@ -261,6 +298,12 @@ def missing(job: Job, sent: Sent, links: Sequence[Linked]) -> list[str]:
     if found != wanted:
         faults.append(f"request {sent.number}: {found} of {wanted} encoder inputs arrived")
     return faults
+
+
+def _sockets_left(directory: Path) -> list[str]:
+    if not directory.exists():
+        return []
+    return [f"a worker left its socket {path.name}" for path in sorted(directory.iterdir())]
 
 
 def _reports(workers: Sequence[WorkerProcess]) -> list[dict[str, Any]]:

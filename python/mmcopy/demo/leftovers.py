@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftover", "Leftovers"]
+__all__ = ["Leftover", "Leftovers", "sender_ids_of"]
 
 SHM_DIR = Path("/dev/shm")
 POLL_S = 0.02
@@ -28,9 +29,13 @@ class Leftovers:
         self._shm_dir = shm_dir
         self._before = self._names()
 
-    def found(self, *, gateway_pids: Iterable[int], handed: Iterable[str]) -> list[Leftover]:
-        """Segments of these gateway processes, and segments that workers were handed, which exist now."""
+    def found(
+        self, *, gateway_pids: Iterable[int], handed: Iterable[str], sender_ids: Iterable[str] = ()
+    ) -> list[Leftover]:
+        """Segments of these gateway processes, segments that workers were handed, and all that these senders of mmcopy
+        made (their lock included), which exist now."""
         prefixes = tuple(f"smg-tokenspeed-{pid}-" for pid in gateway_pids)
+        prefixes += tuple(f"mmcopy-{sender_id}{end}" for sender_id in sender_ids for end in "-.")
         names = {name for name in self._names() if prefixes and name.startswith(prefixes)} | set(handed)
         sizes = {name: self._size(name) for name in sorted(names - self._before)}
         return [Leftover(name, size) for name, size in sizes.items() if size is not None]
@@ -56,3 +61,8 @@ class Leftovers:
             return (self._shm_dir / name).lstat().st_size
         except OSError:
             return None
+
+
+def sender_ids_of(segments: Iterable[str]) -> set[str]:
+    """The senders of mmcopy that made some of ``segments``."""
+    return {match[1] for name in segments if (match := re.fullmatch(r"mmcopy-([0-9a-f]{16})-.*", name))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from .families import Family
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Hand", "Picture", "generated_hands", "own_hands", "picture_from_file"]
+__all__ = ["Hand", "Picture", "decode", "decoded", "generated_hands", "own_hands", "picture_from_file"]
 
 PIXELS_KEPT_MAX = 64 << 20
 ORIENTATION = 0x0112
@@ -82,6 +82,27 @@ def picture_from_file(path: Path) -> Picture:
             raise ConfigError(f"{path} is damaged: {error}") from error
     width, height = image.size
     return Picture(f"{path.name} {width}x{height}", file, width, height, _pixels(path, image))
+
+
+def decode(file: bytes) -> NDArray[np.uint8]:
+    """The pixels ``[height, width, 3]`` of a PNG or JPEG file, as Pillow decodes them, not turned. OSError for a bad
+    one."""
+    with _pillow().open(io.BytesIO(file), formats=["PNG", "JPEG"]) as image:
+        pixels: NDArray[np.uint8] = np.asarray(image.convert("RGB"))
+        return pixels
+
+
+def decoded(hand: Hand) -> Hand:
+    """``hand`` with the pixels of every picture: for a gateway that decodes with Pillow, too. Raises
+    :class:`ConfigError` for a damaged one."""
+    pictures = []
+    for picture in hand.pictures:
+        try:
+            pixels = decode(picture.file) if picture.pixels is None else picture.pixels
+        except (OSError, SyntaxError) as error:
+            raise ConfigError(f"{picture.name} is damaged: {error}") from error
+        pictures.append(replace(picture, pixels=pixels))
+    return replace(hand, pictures=tuple(pictures))
 
 
 def _pixels(path: Path, image: Image.Image) -> NDArray[np.uint8] | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["console_for", "human_bytes", "human_seconds", "json_line", "print_report"]
 
 PIPED_WIDTH = 120
+GATEWAYS = {"smg": "SMG gateway", "mmcopy": "mmcopy gateway"}
+PATHS = {"lease": "by lease", "segment": "by segment", "inline": "inline"}
 
 
 def json_line(outcome: Outcome) -> str:
@@ -28,7 +30,7 @@ def json_line(outcome: Outcome) -> str:
             "requests": len(outcome.sent),
             "tensors": len(outcome.rows),
             "mismatches": outcome.mismatches,
-            "paths": {"inline": outcome.count_by("inline"), "segment": outcome.count_by("segment")},
+            "paths": {path: outcome.count_by(path) for path in outcome.paths},
             "leftover_segments": len(outcome.leftovers),
             "device": outcome.device,
         }
@@ -60,6 +62,8 @@ def print_report(console: Console, job: Job, outcome: Outcome) -> None:
             "[yellow]note[/] with pd and epd SMG gives both legs the same segment for a side tensor of --shm-min-bytes "
             "or more, and the first of them to read it removes it: choose a threshold above the side tensors' size"
         )
+    for note in outcome.notes:
+        console.print(f"[yellow]note[/] {_plain(note)}")
     if outcome.leftovers:
         total = sum(leftover.nbytes for leftover in outcome.leftovers)
         console.print(
@@ -85,7 +89,7 @@ def _table(job: Job, outcome: Outcome, *, roomy: bool) -> Table:
     who = f"{job.engine} worker{'s' * several} ({job.topology})"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{job.family.name}: SMG gateway -> {who} on {outcome.device}",
+        title=f"{job.family.name}: {GATEWAYS[job.gateway]} -> {who} on {outcome.device}",
         caption=_caption(job),
         title_justify="left",
         caption_justify="left",
@@ -122,7 +126,7 @@ def _cells(row: Row) -> list[str]:
         _plain(row.tensor),
         row.dtype,
         "x".join(map(str, row.shape)) or "scalar",
-        "[green]segment[/]" if row.path == "segment" else "inline",
+        "inline" if row.path == "inline" else f"[green]{row.path}[/]",
         human_bytes(row.nbytes),
         human_seconds(row.seconds),
         f"[bold red]{row.check}: wrong[/]" if row.fault else f"[green]{row.check}[/]",
@@ -133,10 +137,13 @@ def _totals(outcome: Outcome) -> str:
     rows = outcome.rows
     nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
     speed = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds and nbytes else ""
+    ways = ", ".join(
+        f"{outcome.count_by(path)} {words} ({human_bytes(outcome.bytes_by(path))})"
+        for path, words in PATHS.items()
+        if path in outcome.paths
+    )
     return (
-        f"{len(rows)} tensors in {len(outcome.sent)} requests: {outcome.count_by('segment')} by segment "
-        f"({human_bytes(outcome.bytes_by('segment'))}), {outcome.count_by('inline')} inline "
-        f"({human_bytes(outcome.bytes_by('inline'))}); received in {human_seconds(seconds)}{speed}; "
+        f"{len(rows)} tensors in {len(outcome.sent)} requests: {ways}; received in {human_seconds(seconds)}{speed}; "
         f"{len(rows) - outcome.mismatches} of {len(rows)} right"
     )
 

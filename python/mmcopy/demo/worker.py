@@ -2,8 +2,8 @@
 
 ``python -m mmcopy.demo.worker --model-dir DIR --report-fd FD`` serves until SIGTERM, SIGINT or the end of its stdin,
 when that is a pipe. It writes JSON lines to FD: ``ready`` (or ``error``) once, then one line a request, ``request`` or
-``failed``. Before mmcopy receives a tensor, its payload is read here in the plainest way and hashed; after, the bytes
-of the tensor on the device are copied back and hashed too.
+``failed``. Before mmcopy receives a tensor, its payload is read here in the plainest way and hashed (not a lease, which
+has no name that could be opened); after, the bytes of the tensor on the device are copied back and hashed too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
-import stat
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from mmcopy import Inline, MmcopyError, Receiver, TensorData
+from mmcopy import Inline, MmcopyError, Receiver, ShmHandle, TensorData
+from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, WorkerRequest
+
+from .reporting import Report, told_to_stop
 
 __all__ = ["DemoWorker", "bytes_on_device", "plain_digest"]
 
@@ -45,20 +45,6 @@ class Observed:
     seconds: float
     plain_sha256: str | None
     plain_error: str | None
-
-
-class Report:
-    """JSON lines to a file descriptor, from any thread. Nobody reading is no error: the parent is gone then."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-
-    def write(self, event: str, **fields: Any) -> None:
-        line = (json.dumps({"event": event, **fields}) + "\n").encode()
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            while line:
-                line = line[os.write(self._descriptor, line) :]
 
 
 class DemoWorker(SmgWorker):
@@ -121,7 +107,7 @@ class DemoWorker(SmgWorker):
                         "shape": list(data.shape),
                         "path": data.path,
                         "nbytes": data.nbytes,
-                        "segment": None if isinstance(data.payload, Inline) else data.payload.name,
+                        "segment": _segment_of(data),
                         "seconds": seen.seconds,
                         "plain_sha256": seen.plain_sha256,
                         "plain_error": seen.plain_error,
@@ -143,13 +129,23 @@ class DemoWorker(SmgWorker):
         )
 
 
+def _segment_of(data: TensorData) -> str | None:
+    handle = data.payload
+    return handle.name if isinstance(handle, ShmHandle) and not handle.is_lease else None
+
+
 def plain_digest(data: TensorData, shm_dir: str = "/dev/shm") -> tuple[str | None, str | None]:
-    """(SHA-256 of the payload's bytes, None), read with the operating system alone; (None, why) when that fails."""
+    """(SHA-256 of the payload's bytes, None), read with the operating system alone; (None, why) when that fails.
+
+    (None, None) for a lease: the arena is reached through mmcopy alone.
+    """
     digest = hashlib.sha256()
     if isinstance(data.payload, Inline):
         digest.update(data.payload.data)
         return digest.hexdigest(), None
     handle = data.payload
+    if handle.is_lease:
+        return None, None
     try:
         if os.sep in handle.name.lstrip(os.sep):
             return None, f"{handle.name!r} is not one path component"
@@ -187,17 +183,8 @@ def _wait_for_device(tensor: Any) -> None:
 
 async def serve(worker: DemoWorker, report: Report) -> None:
     """Serves until a signal, or until the parent's end of our stdin closes."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
-    stdin = sys.stdin.fileno()
-    if stat.S_ISFIFO(os.fstat(stdin).st_mode):
-        loop.add_reader(stdin, lambda: None if os.read(stdin, 4096) else stop.set())
     await worker.start()
-    report.write("ready", address=worker.address, device=worker.receiver.device)
-    await stop.wait()
-    loop.remove_reader(stdin)
+    await told_to_stop(lambda: report.write("ready", address=worker.address, device=worker.receiver.device))
     await worker.stop(grace_s=0.5)
 
 
@@ -213,6 +200,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--encoder-dtype", default="bfloat16")
     parser.add_argument("--shm-namespace", choices=NAMESPACES, default="own")
     parser.add_argument("--kv-connector", default="")
+    parser.add_argument("--endpoint-dir")
     return parser.parse_args(argv)
 
 
@@ -221,7 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(args.report_fd)
     try:
         model = ModelInfo.from_dir(args.model_dir, served_model_name=args.served_model_name)
-        with Receiver(args.device, framework=args.framework) as receiver:
+        with contextlib.ExitStack() as stack:
+            endpoint = None
+            if args.endpoint_dir is not None:
+                endpoint = stack.enter_context(WorkerEndpoint(args.endpoint_dir))
+            receiver = stack.enter_context(Receiver(args.device, framework=args.framework, endpoint=endpoint))
             worker = DemoWorker(
                 model,
                 receiver,

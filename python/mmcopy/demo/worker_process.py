@@ -1,36 +1,22 @@
-"""The parent's side of a worker process: starts it, reads its report, stops it."""
+"""The parent's side of a worker process: its options, its address."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-
-from mmcopy.errors import MmcopyError
+from typing import Literal
 
 from .gateway import Worker
-from .process import ChildProcess
+from .reporting import ReportingProcess, WorkerError
 
 __all__ = ["NIXL", "WorkerError", "WorkerProcess"]
 
 Framework = Literal["torch", "numpy"]
-POLL_S = 0.02
 NIXL = "NixlConnector"
 """A connector with which vLLM workers take part in pd: decode is told what prefill answered."""
 
 
-class WorkerError(MmcopyError, RuntimeError):
-    """A worker did not start; the message is its own, or the last lines it wrote."""
-
-
-class WorkerProcess:
-    """One :mod:`mmcopy.demo.worker`. ``start`` returns at once, so that several load their libraries side by side."""
+class WorkerProcess(ReportingProcess):
+    """One :mod:`mmcopy.demo.worker`. ``endpoint_dir``: where its socket for mmcopy's senders is; None: it has none."""
 
     def __init__(
         self,
@@ -46,14 +32,11 @@ class WorkerProcess:
         shm_namespace: str = "own",
         bootstrap_port: int | None = None,
         kv_connector: str = "",
+        endpoint_dir: Path | str | None = None,
     ) -> None:
         self.role = role
         self.bootstrap_port = bootstrap_port
-        self._reading, self._writing = -1, -1
-        self._lines: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
-        self._reader: threading.Thread | None = None
-        self._options = {
+        options = {
             "model-dir": str(model_dir),
             "served-model-name": served_model_name,
             "role": role,
@@ -63,46 +46,9 @@ class WorkerProcess:
             "encoder-dtype": encoder_dtype,
             "shm-namespace": shm_namespace,
             "kv-connector": kv_connector,
+            **({} if endpoint_dir is None else {"endpoint-dir": str(endpoint_dir)}),
         }
-        self._log_path = Path(log_path)
-        self._process: ChildProcess | None = None
-
-    def start(self) -> None:
-        """Starts the process; :meth:`wait_until_ready` says when it serves."""
-        reading, writing = os.pipe()
-        try:
-            options = [f"--{name}={value}" for name, value in self._options.items()]
-            self._process = ChildProcess(
-                [sys.executable, "-m", "mmcopy.demo.worker", f"--report-fd={writing}", *options],
-                log_path=self._log_path,
-                watched=False,
-                pass_fds=(writing,),
-            )
-            self._process.start()
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        self._reader = threading.Thread(target=self._read, args=(reading,), name=f"report-{self.role}", daemon=True)
-        self._reader.start()
-
-    def wait_until_ready(self, deadline: float, poll: Callable[[], None] = lambda: None) -> None:
-        """Blocks until the worker listens, ``deadline`` (time.monotonic) at most. Raises :class:`WorkerError`."""
-        while not self.reports("ready"):
-            poll()
-            for line in self.reports("error"):
-                raise WorkerError(f"the {self.role} worker did not start: {line['error']}")
-            if self._process is None or not self._process.running:
-                raise WorkerError(f"the {self.role} worker ended before it listened\n{self.log_tail()}")
-            if time.monotonic() > deadline:
-                raise WorkerError(f"the {self.role} worker did not listen in time\n{self.log_tail()}")
-            time.sleep(POLL_S)
-
-    def reports(self, *events: str) -> list[dict[str, Any]]:
-        """Its lines so far, of these events (all when none is named), in order."""
-        with self._lock:
-            return [line for line in self._lines if not events or line["event"] in events]
+        super().__init__("mmcopy.demo.worker", options, name=f"{role} worker", log_path=log_path)
 
     @property
     def address(self) -> Worker:
@@ -111,26 +57,5 @@ class WorkerProcess:
 
     @property
     def device(self) -> str:
+        """Where its tensors are."""
         return str(self.reports("ready")[0]["device"])
-
-    @property
-    def pid(self) -> int:
-        if self._process is None:
-            raise RuntimeError(f"the {self.role} worker was not started")
-        return self._process.pid
-
-    def stop(self) -> int | None:
-        """Stops it within a limit and reads its report to the end. Idempotent."""
-        code = None if self._process is None else self._process.stop()
-        if self._reader is not None:
-            self._reader.join(5.0)
-        return code
-
-    def log_tail(self) -> str:
-        return "" if self._process is None else "\n".join(self._process.log().splitlines()[-20:])
-
-    def _read(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "rb") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError), self._lock:
-                    self._lines.append(json.loads(line))
