@@ -218,6 +218,63 @@ def test_a_worker_without_shared_memory_of_ours_is_found_out_by_asking(
     assert code == 1
 
 
+@pytest.fixture
+def arena_worker() -> Iterator[tuple[str, str]]:
+    """A worker that takes arenas, and sees another /dev/shm than we: its url, and its socket."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name,
+        tempfile.TemporaryDirectory(prefix="mmcopy-test-") as other,
+        WorkerEndpoint(name, shm_dir=other) as endpoint,
+        Receiver("cpu", framework="numpy", endpoint=endpoint) as receiver,
+        Served(receiver, {"shm_namespace_id": "elsewhere:1"}) as urls,
+    ):
+        yield urls[0], endpoint.path
+
+
+def test_a_worker_that_takes_the_arena_gets_leases(
+    arena_worker: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, socket = arena_worker
+    (worker,) = explained(capsys, "--worker", url, "--multimodal-tensor-transport", "auto")["workers"]
+    assert (worker["takes_arena"], worker["arena"]) == (True, f"handed over at {socket}")
+    assert not worker["shares_memory"]
+    assert {size: path["path"] for size, path in worker["paths"].items()} == {
+        "1 KiB": "inline",
+        "64 KiB": "lease",
+        "64 MiB": "lease",
+    }
+    assert "which the worker has mapped" in worker["paths"]["64 MiB"]["detail"]
+    (inline,) = explained(capsys, "--worker", url, "--multimodal-tensor-transport", "inline")["workers"]
+    assert (inline["takes_arena"], inline["paths"]["64 MiB"]["path"]) == (True, "inline")
+    assert main(["explain", "--worker", url, "--multimodal-tensor-transport", "shm"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^  takes arena +yes +handed over at {socket}$", text, re.MULTILINE)
+    assert re.search(r"^  64 MiB +lease +written into the arena, which the worker has mapped", text, re.MULTILINE)
+    main(["doctor", "--json", "--worker", url])
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert lines[f"worker {url}"]["status"] == "good"
+    assert "takes the arena, auto uses it" in lines[f"worker {url}"]["found"]
+    assert "no such segment" in lines[f"worker {url}"]["found"]
+
+
+def test_why_there_is_no_lease(endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = f"{endpoint.path}.gone"
+    with cpu_receiver("/dev/shm") as receiver:
+        options = [{"endpoint_path": path} for path in (endpoint.path, "", gone)]
+        with Served(receiver, *options) as urls:
+            arguments = ["--worker", *urls, "--multimodal-tensor-transport", "shm"]
+            seen = explained(capsys, *arguments)["workers"]
+    whys = [
+        f"the worker takes none at {endpoint.path}",
+        "it advertises no socket (mmcopy_endpoint)",
+        f"not handed over at {gone}: no connection",
+    ]
+    assert [(worker["takes_arena"], worker["arena"]) for worker in seen] == [(False, why) for why in whys]
+    for worker, why in zip(seen, whys, strict=True):
+        path = worker["paths"]["64 MiB"]
+        assert (path["path"], path["detail"]) == ("segment", f"no arena: {why}")
+
+
 def test_doctor_makes_the_proof_with_a_good_worker(
     endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:

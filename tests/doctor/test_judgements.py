@@ -8,7 +8,9 @@ import types
 
 import pytest
 
-from mmcopy.doctor import Line, Status, as_text, examine, exit_code, gpu, machine, shm, versions
+from mmcopy.arena import DEFAULT_ARENA_BYTES
+from mmcopy.config import SHARED, Reason, Sharing, WorkerSpec
+from mmcopy.doctor import Line, Status, arena, as_text, examine, exit_code, gpu, machine, proof, shm, versions
 from mmcopy.doctor.cgroup import CgroupLimits, read_limits
 from mmcopy.doctor.line import GIB, MIB, bytes_text
 
@@ -133,6 +135,96 @@ def test_the_room(total: int, free: int, status: Status) -> None:
 def test_no_namespace_id_means_auto_goes_inline() -> None:
     assert shm.namespace("", "/dev/shm").status is WARNING
     assert shm.namespace("b:7", "/dev/shm").found == "b:7"
+
+
+# -- the arena
+
+
+@pytest.mark.parametrize(
+    ("trial", "status", "found"),
+    [
+        (arena.Trial(), GOOD, "sealed in its size and against running; read-only for workers"),
+        (arena.Trial(is_noexec=False), GOOD, "(the seal against running: not known to this kernel); read-only"),
+        (arena.Trial(is_read_only=False), WARNING, "but workers could write to it"),
+        (arena.Trial("memfd_create: errno 1"), WARNING, "no: memfd_create: errno 1"),
+    ],
+)
+def test_an_arena_is_judged_by_its_seals(trial: arena.Trial, status: Status, found: str) -> None:
+    line = arena.seals(trial)
+    assert line.status is status
+    assert found in line.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [("advise", "huge where"), ("force", "huge where"), ("never", "small"), ("deny", "small"), ("unknown", "small")],
+)
+def test_the_arenas_pages_are_told(setting: str, found: str) -> None:
+    line = arena.huge_pages(setting)
+    assert line.status is GOOD
+    assert line.found.startswith(found)
+    assert f"shmem_enabled is {setting}" in line.found
+
+
+LEAST = DEFAULT_ARENA_BYTES // 7 * 8 + 64
+
+
+@pytest.mark.parametrize(
+    ("available", "limits", "status"),
+    [
+        (LEAST, CgroupLimits(), GOOD),
+        (LEAST - 4096, CgroupLimits(), WARNING),
+        (None, CgroupLimits(), GOOD),
+        (8 * GIB, CgroupLimits(memory_bytes=LEAST), GOOD),
+        (8 * GIB, CgroupLimits(memory_bytes=LEAST, memory_used_bytes=MIB), WARNING),
+        (8 * GIB, CgroupLimits(memory_bytes=MIB, memory_used_bytes=2 * MIB), WARNING),
+        (0, CgroupLimits(memory_bytes=8 * GIB), WARNING),
+    ],
+)
+def test_the_default_arena_has_to_fit(available: int | None, limits: CgroupLimits, status: Status) -> None:
+    line = arena.room(available, limits)
+    assert line.status is status
+    assert "512 MiB" in line.found
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [(None, GOOD), (DEFAULT_ARENA_BYTES, GOOD), (DEFAULT_ARENA_BYTES - 1, WARNING), (0, WARNING)]
+)
+def test_a_worker_with_a_gpu_has_to_lock_an_arena(limit: int | None, status: Status) -> None:
+    assert arena.locked(limit).status is status
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_limit_of_locked_memory_is_for_gpus(has_gpu: bool) -> None:
+    names = [line.name for line in arena.lines(has_gpu=has_gpu)]
+    assert names == ["arena", "arena pages", "arena memory", *["arena locked"] * has_gpu]
+
+
+def test_without_an_arena_its_pages_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "TRIAL_BYTES", 1 << 60)
+    first, second = arena.lines(has_gpu=False)
+    assert (first.name, first.status, second.name) == ("arena", WARNING, "arena memory")
+
+
+FOREIGN = Sharing(Reason.NAMESPACE_DIFFERS, "theirs is a:1, ours b:2")
+TAKEN, REFUSED = arena.Offer(True, "handed over at /s"), arena.Offer(False, "the worker takes none at /s")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "offer", "status", "found"),
+    [
+        (SHARED, TAKEN, GOOD, "takes the arena, auto uses it; reads what uid"),
+        (FOREIGN, TAKEN, GOOD, "takes the arena, auto uses it; theirs is a:1, ours b:2"),
+        (SHARED, REFUSED, GOOD, "auto uses segments; no arena (the worker takes none at /s)"),
+        (FOREIGN, REFUSED, WARNING, "theirs is a:1, ours b:2; no arena (the worker takes none at /s)"),
+    ],
+)
+def test_a_worker_that_takes_the_arena_needs_no_other_proof(
+    sharing: Sharing, offer: arena.Offer, status: Status, found: str
+) -> None:
+    line = proof.judge_worker(WorkerSpec("grpc://a:1", labels={"mmcopy_endpoint": "/s"}), sharing, offer)
+    assert line.status is status
+    assert found in line.found
 
 
 # -- versions

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         default=[],
         metavar="URL",
-        help="also ask these workers (grpc://host:port) whether they read what is written here",
+        help="also ask these workers (grpc://host:port) whether they read what is written here, and take an arena",
     )
     parser.set_defaults(run=run)
 

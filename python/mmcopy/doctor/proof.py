@@ -11,6 +11,7 @@ from mmcopy.endpoint import PROBE_PREFIXES, ProbeResult, SenderLink, WorkerEndpo
 from mmcopy.errors import MmcopyError
 from mmcopy.sender import Sender
 
+from .arena import TRIAL_BYTES, Offer, prove_and_offer
 from .line import Line, Status
 
 __all__ = ["judge_own", "judge_worker", "lines"]
@@ -34,7 +35,7 @@ def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
         return
     from mmcopy.integrations.smg.ask import ask_worker, with_advertised
 
-    with Sender(TransportConfig(mode="auto"), shm_dir=shm_dir, arena_bytes=0) as sender:
+    with Sender(TransportConfig(mode="auto"), shm_dir=shm_dir, arena_bytes=TRIAL_BYTES) as sender:
         for url in workers:
             worker = WorkerSpec(url)
             try:
@@ -42,7 +43,7 @@ def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
             except MmcopyError as error:
                 yield Line(f"worker {url}", Status.PROBLEM, str(error), "start it, or mend its address")
                 continue
-            yield judge_worker(worker, sender.prove(worker, timeout_s=LIMIT_S))
+            yield judge_worker(worker, *prove_and_offer(sender, worker, timeout_s=LIMIT_S))
 
 
 def _prove_here(shm_dir: str) -> ProbeResult | str:
@@ -74,11 +75,16 @@ def judge_own(result: ProbeResult | str, shm_dir: str) -> Line:
     return Line(name, Status.GOOD, f"an endpoint of this process read a segment back ({result.reason})")
 
 
-def judge_worker(worker: WorkerSpec, sharing: Sharing) -> Line:
-    """Judge what a worker's labels or its answer prove."""
+def judge_worker(worker: WorkerSpec, sharing: Sharing, offer: Offer) -> Line:
+    """Judge what a worker's labels or its answer prove, and whether it takes an arena, which needs no other proof."""
     name = f"worker {worker.url}"
     asked = worker.labels.get("mmcopy_endpoint")
     who = f"{worker.engine or 'unknown engine'}, " + (f"asked over {asked}" if asked else "by its labels")
+    segments = f"reads what uid {os.geteuid()} writes here" if sharing.reason is None else sharing.detail
+    if offer.is_taken:
+        return Line(name, Status.GOOD, f"{who}: takes the arena, auto uses it; {segments}")
+    no_arena = f"no arena ({offer.detail})"
     if sharing.reason is None:
-        return Line(name, Status.GOOD, f"{who}: reads what uid {os.geteuid()} writes here, auto uses shared memory")
-    return Line(name, Status.WARNING, f"{who}: {sharing.detail}", ADVICE.get(sharing.reason, ADVICE[None]))
+        return Line(name, Status.GOOD, f"{who}: {segments}, auto uses segments; {no_arena}")
+    advice = ADVICE.get(sharing.reason, ADVICE[None])
+    return Line(name, Status.WARNING, f"{who}: {segments}; {no_arena}", advice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmcopy.config import (
     MODALITIES,
@@ -18,6 +18,7 @@ from mmcopy.config import (
     read_environment,
     wire_dtype_in,
 )
+from mmcopy.doctor.arena import TRIAL_BYTES, Offer, prove_and_offer
 from mmcopy.errors import ConfigError, MmcopyError
 from mmcopy.integrations.smg.ask import Advertised, ask_worker, with_advertised
 from mmcopy.sender import Sender
@@ -26,10 +27,8 @@ __all__ = ["SIZES", "Explanation", "LegLines", "WorkerLines", "explain"]
 
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 64 << 10, "64 MiB": 64 << 20}
 """The sizes whose way is told."""
-TRIAL_ARENA_BYTES = 1 << 20
-"""To see whether a worker takes an arena."""
-
 PROOF_LIMIT_S = 2.0
+BY_LEASE = "written into the arena, which the worker has mapped: /dev/shm does not matter"
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class WorkerLines:
     fault: str
     delivery: Delivery
     sharing: Sharing
+    arena: Offer
     dtypes: Mapping[str, ResolvedDtype]
     choices: Mapping[str, Choice]
 
@@ -87,7 +87,7 @@ def explain(
     environment = read_environment(environ)
     warnings: dict[str, None] = dict.fromkeys(environment.smg.warnings)
     lines: list[WorkerLines] = []
-    with Sender(config.transport, shm_dir=shm_dir, environ=environ, arena_bytes=TRIAL_ARENA_BYTES) as sender:
+    with Sender(config.transport, shm_dir=shm_dir, environ=environ, arena_bytes=TRIAL_BYTES) as sender:
         for asked in config.workers:
             worker, fault = asked, ""
             try:
@@ -95,10 +95,11 @@ def explain(
             except MmcopyError as error:
                 fault = str(error)
             # Proved whatever the mode, so that it can be seen what auto would do.
-            sharing = sender.prove(worker, timeout_s=PROOF_LIMIT_S)
+            sharing, arena = prove_and_offer(sender, worker, timeout_s=PROOF_LIMIT_S)
             dtypes = {modality: wire_dtype_in(environment, modality, worker=worker) for modality in MODALITIES}
             warnings |= dict.fromkeys(text for dtype in dtypes.values() for text in dtype.warnings)
-            lines.append(WorkerLines(worker, fault, sender.delivery(worker), sharing, dtypes, _choices(sender, worker)))
+            choices = _choices(sender, worker, by_segment=f"no arena: {arena.detail}")
+            lines.append(WorkerLines(worker, fault, sender.delivery(worker), sharing, arena, dtypes, choices))
         legs, no_legs = _legs(sender, [each.worker for each in lines])
     return Explanation(
         router=config.transport.resolve_in(environment),
@@ -110,8 +111,13 @@ def explain(
     )
 
 
-def _choices(sender: Sender, target: WorkerSpec | Delivery) -> dict[str, Choice]:
-    return {name: sender.choose(target, nbytes) for name, nbytes in SIZES.items()}
+def _choices(sender: Sender, target: WorkerSpec | Delivery, *, by_segment: str = "") -> dict[str, Choice]:
+    """The ways, each with the reason in words: a sender says only why something goes inline."""
+    told = {"lease": BY_LEASE, "segment": by_segment}
+    choices = {name: sender.choose(target, nbytes) for name, nbytes in SIZES.items()}
+    return {
+        name: replace(choice, detail=choice.detail or told.get(choice.path, "")) for name, choice in choices.items()
+    }
 
 
 def _legs(sender: Sender, workers: list[WorkerSpec]) -> tuple[tuple[LegLines, ...], str]:

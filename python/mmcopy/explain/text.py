@@ -55,6 +55,8 @@ def as_json(explanation: Explanation) -> str:
                     **_settings(lines.delivery),
                     "shares_memory": lines.sharing.reason is None,
                     "sharing": _sharing(lines.sharing),
+                    "takes_arena": lines.arena.is_taken,
+                    "arena": lines.arena.detail,
                     "dtypes": {name: {"dtype": d.dtype, "source": d.source} for name, d in lines.dtypes.items()},
                     "paths": _paths(lines.choices),
                 }
@@ -82,6 +84,7 @@ def _worker(lines: WorkerLines) -> list[str]:
         text.append(f"  not asked: {lines.fault}")
     text += _delivery(lines.delivery)
     text.append(_line("shares memory", "no" if lines.sharing.reason else "yes", _sharing(lines.sharing)))
+    text.append(_line("takes arena", "yes" if lines.arena.is_taken else "no", lines.arena.detail))
     text += [_line(f"dtype {name}", dtype.dtype, dtype.source) for name, dtype in lines.dtypes.items()]
     return text + _ways(lines.choices)
 
