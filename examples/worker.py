@@ -9,6 +9,7 @@ import asyncio
 import sys
 
 from mmcopy import Receiver
+from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.integrations.smg import ModelInfo, SmgWorker
 
 
@@ -16,12 +17,16 @@ class Worker(SmgWorker):
     async def generate(self, request):
         for item in request.items:
             pixels = item.tensors["encoder_input"]  # on the device, safe on the current stream
-            print(item.modality, tuple(pixels.shape), pixels.dtype, pixels.device, flush=True)
+            way = item.data["encoder_input"].path  # lease, segment or inline
+            print(item.modality, tuple(pixels.shape), pixels.dtype, pixels.device, way, flush=True)
         yield [ord("h"), ord("i")]  # token ids; run your model here
 
 
 async def main(model_dir, device="cpu"):
-    with Receiver(device) as receiver:
+    with (
+        WorkerEndpoint() as endpoint,
+        Receiver(device, endpoint=endpoint) as receiver,
+    ):  # mmcopy's gateways connect here
         worker = Worker(ModelInfo.from_dir(model_dir, served_model_name="tiny"), receiver, encoder_dtype="bfloat16")
         await worker.start()
         print(worker.address, flush=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 from mmcopy.demo.model_dir import write_model_dir
+from mmcopy.integrations.smg import ask_worker
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -27,22 +29,28 @@ def test_the_readme_shows_the_examples() -> None:
 def test_gateway_and_worker_run(tmp_path: pathlib.Path, segments: Callable[[], list[str]]) -> None:
     write_model_dir("qwen3_vl", tmp_path)
     worker = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples/worker.py"), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(ROOT / "examples/worker.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert worker.stdout is not None
         address = worker.stdout.readline().strip()
         assert address.startswith("grpc://127.0.0.1:"), address
+        socket = pathlib.Path(ask_worker(address).labels["mmcopy_endpoint"])
+        assert socket.is_socket()
         gateway = subprocess.run(
-            [sys.executable, str(ROOT / "examples/gateway.py"), address.removeprefix("grpc://")],
+            [sys.executable, str(ROOT / "examples/gateway.py"), address],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
         assert (gateway.returncode, gateway.stderr, gateway.stdout) == (0, "", "hi\n")
-        assert worker.stdout.readline() == "image (1200, 1536) torch.bfloat16 cpu\n"
+        assert worker.stdout.readline() == "image (1200, 1536) torch.bfloat16 cpu lease\n"
         assert segments() == []
     finally:
-        worker.terminate()
+        worker.send_signal(signal.SIGINT)  # as Ctrl-C: the blocks are left, and the socket goes
         worker.communicate(timeout=20)
+    assert not socket.exists()

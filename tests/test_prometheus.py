@@ -48,6 +48,23 @@ def test_a_senders_counters_have_smgs_names(shm_dir: pathlib.Path) -> None:
     assert seen["mmcopy_segments_removed_total{why=cancelled}"] == 1
 
 
+def test_every_counter_says_what_its_label_is() -> None:
+    metrics = Metrics()
+    for counter in Counter:
+        metrics.count(counter, "x")
+    registry = CollectorRegistry()
+    expose(metrics, registry=registry)
+    seen = scraped(registry)
+    assert [name for name in seen if "label=" in name] == []
+    for name in (
+        "arena_hand_overs_total{outcome=x}",
+        "lease_fallbacks_total{reason=x}",
+        "leases_released_total{why=x}",
+    ):
+        assert seen[f"mmcopy_{name}"] == 1
+    assert seen["smg_mm_tensors_total{path=x,runtime=unknown}"] == 1
+
+
 def test_failed_writes_and_fallbacks_by_reason(tmp_path: pathlib.Path) -> None:
     registry = CollectorRegistry()
     metrics = Metrics()

@@ -4,9 +4,9 @@
     expose(sender.metrics)                 # once; prometheus_client's own registry serves it from then on
 
 What SMG's gateway counts too has SMG's names and labels, so one dashboard shows both: ``smg_mm_tensors_total`` and
-``smg_mm_tensor_bytes_total`` by runtime and path (``inline``, ``shm``), ``smg_mm_shm_write_failures_total`` by runtime.
-All else begins with ``mmcopy_``; ``mmcopy_inline_fallbacks_total`` by runtime and reason says why shared memory was not
-used where it was wanted.
+``smg_mm_tensor_bytes_total`` by runtime and path (``inline``, ``shm``, and mmcopy's own ``lease``),
+``smg_mm_shm_write_failures_total`` by runtime. All else begins with ``mmcopy_``; ``mmcopy_inline_fallbacks_total`` by
+runtime and reason says why shared memory was not used where it was wanted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ _LABELS = {
     Counter.REMOVE_FAILURES: "error",
     Counter.SEGMENTS_REMOVED: "why",
     Counter.PROOFS: "outcome",
+    Counter.ARENA_HAND_OVERS: "outcome",
+    Counter.LEASE_FALLBACKS: "reason",
+    Counter.LEASES_RELEASED: "why",
     Counter.SLOT_WAITS: "device",
+    Counter.GROUP_RECEIVES: "strategy",
 }
 _BY_RUNTIME = (Counter.INLINE_FALLBACKS, Counter.SHM_WRITE_FAILURES)
 
