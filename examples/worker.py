@@ -23,10 +23,8 @@ class Worker(SmgWorker):
 
 
 async def main(model_dir, device="cpu"):
-    with (
-        WorkerEndpoint() as endpoint,
-        Receiver(device, endpoint=endpoint) as receiver,
-    ):  # mmcopy's gateways connect here
+    # mmcopy's own gateways connect to the endpoint, SMG's do not need it
+    with WorkerEndpoint() as endpoint, Receiver(device, endpoint=endpoint) as receiver:
         worker = Worker(ModelInfo.from_dir(model_dir, served_model_name="tiny"), receiver, encoder_dtype="bfloat16")
         await worker.start()
         print(worker.address, flush=True)
