@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from . import _native
 from .endpoint import SenderLink
-from .errors import ArenaError, ArenaFullError, ClosedError, ConfigError, MmcopyError
+from .errors import ArenaConsumerError, ArenaError, ArenaFullError, ClosedError, ConfigError, MmcopyError
 from .metrics import Counter, Metrics
 
 __all__ = ["DEFAULT_ARENA_BYTES", "SenderArena"]
@@ -80,8 +80,9 @@ class SenderArena:
         except ArenaFullError as error:
             self._metrics.count(Counter.LEASE_FALLBACKS, "full")
             _log.info("no lease: %s", error)
-        except (ConfigError, ClosedError):
-            self._metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")  # it went between the choice and this
+        except (ArenaConsumerError, ConfigError, ClosedError):
+            # It went between the choice and this, or while this waited for room.
+            self._metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
         return None
 
     def cancel(self, name: str, offset: int, nbytes: int, owner_id: str) -> bool:

@@ -50,6 +50,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._owner: _native.SegmentOwner | None = None
         self._closed_because: str | None = None
+        self._is_forked = False
 
     def segment(
         self, flat: FlatArray, dtype: str, delivery: Delivery, *, is_gone: Callable[[WorkerSpec], bool]
@@ -96,7 +97,10 @@ class Publisher:
         return Inline(cast)
 
     def cancel(self, name: str) -> bool:
-        """Remove a segment that was not handed over. True when it was still there."""
+        """Remove a segment that was not handed over. True when it was still there; False in a forked child: it is the
+        parent's."""
+        if self._is_forked:
+            return False
         self.outstanding.discard(name)
         removed = _native.unlink_segment(self._shm_dir, name)
         if removed:
@@ -133,6 +137,7 @@ class Publisher:
     def forget(self) -> None:
         """For a child after ``fork``: the name and the segments are the parent's."""
         self._closed_because = "the sender belongs to the process that this one was forked from"
+        self._is_forked = True
         self._lock = threading.Lock()  # the parent's may have been held at the fork
         self.outstanding.forget()
         owner, self._owner = self._owner, None

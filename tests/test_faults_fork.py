@@ -1,0 +1,120 @@
+"""fork under load: children own nothing, hang nowhere, and keep neither side alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+
+import pytest
+
+from .conftest import settle
+from .fault_rig import LIMIT_S, MIB, Failed, House, Sender, Worker, house
+
+__all__ = ["house"]
+
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+
+@contextlib.contextmanager
+def load(sender: Sender, *workers: Worker):  # type: ignore[no-untyped-def]
+    """Round trips on two threads a worker meanwhile; every byte must be right."""
+    stopping = threading.Event()
+    problems: list[str] = []
+    rounds: list[int] = []
+
+    def run(worker: Worker, first_seed: int) -> None:
+        seed = first_seed
+        while not stopping.is_set():
+            seed += 1
+            nbytes = 1 + seed * 7919 % 60_000
+            told = sender.send(worker, nbytes=nbytes, seed=seed)
+            if not worker.receive(told, seeds=[seed]):
+                problems.append(f"{told['path']} of {nbytes} bytes with wrong bytes")
+            rounds.append(nbytes)
+
+    threads = [
+        threading.Thread(target=run, args=(worker, 10_000 * n))
+        for n, worker in enumerate(worker for worker in workers for _ in range(2))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert problems == []
+    assert rounds
+
+
+def is_alive(pid: int) -> bool:
+    """And no zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_children_under_load_own_nothing_and_hang_nowhere(house: House) -> None:
+    workers = [house.worker(f"grpc://{n}") for n in range(2)]
+    sender = house.sender(*workers, arena_bytes=8 * MIB)
+    lease = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[workers[0].address])
+    held = sender.ask("send_and_note", nbytes=6000, seed=3, workers=[worker.address for worker in workers])
+    assert (lease["path"], held["path"]) == ("lease", "lease")
+    with load(sender, *workers):
+        for _ in range(8):
+            for process in (sender, workers[0]):
+                _, problems = process.ask("fork", stays=False)
+                assert problems == []
+    assert workers[0].receive(lease, held, seeds=[1, 3])
+    assert workers[1].receive(held, seeds=[3])
+    sender.check_books()
+
+
+def test_a_child_takes_no_segment_of_its_parent_back(house: House) -> None:
+    worker = house.worker("grpc://w")
+    sender = house.sender(worker, arena_bytes=0)
+    told = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[worker.address])
+    assert told["path"] == "segment"
+    assert sender.ask("fork", stays=False)[1] == []
+    assert worker.receive(told, seeds=[1])
+
+
+def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
+    victim, witness = house.worker("grpc://victim"), house.worker("grpc://witness")
+    sender = house.sender(victim, witness, arena_bytes=8 * MIB)
+    unread = sender.send(victim, witness, nbytes=50_000, seed=1)
+    segment_sender = house.sender(witness, arena_bytes=0)
+    left = segment_sender.send(witness, nbytes=50_000, seed=2)
+    children = []
+    try:
+        with load(sender, victim, witness):
+            for process in (sender, victim, segment_sender):
+                child, problems = process.ask("fork", stays=True)
+                children.append(child)
+                assert problems == []
+        victim.kill()
+        assert settle(lambda: sender.ask("statistics")["consumers"] == 1)
+        assert witness.receive(unread, seeds=[1])
+        sender.check_books()
+        lost = sender.send(witness, nbytes=50_000, seed=3)
+        sender.kill()
+        assert settle(lambda: witness.ask("held") == [])
+        with pytest.raises(Failed, match="LeaseUnknownArenaError"):
+            witness.receive(lost, seeds=[3])
+        # The lock of a killed sender is free, too: the next one removes its segments.
+        segment_sender.kill()
+        heir = house.sender(witness, arena_bytes=0)
+        heir.ask("cancel", told=heir.send(witness, nbytes=10, seed=1))
+        assert heir.ask("metrics")["segments_removed"]["swept"] == 1
+        with pytest.raises(Failed, match="SegmentNotFoundError"):
+            witness.receive(left, seeds=[2])
+        assert all(is_alive(child) for child in children)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert settle(lambda: not any(is_alive(child) for child in children))

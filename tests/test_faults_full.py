@@ -1,0 +1,97 @@
+"""Workers that are slow, and an arena with no room: who is held up, and where tensors go instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import settle
+from .fault_rig import LIMIT_S, MIB, House, Told, house
+
+__all__ = ["house"]
+
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+SLOWER = 100
+
+
+def test_a_worker_100_times_slower_holds_its_own_leases_only(house: House) -> None:
+    slow, fast, other = (house.worker(f"grpc://{name}") for name in ("slow", "fast", "other"))
+    sender = house.sender(slow, fast, other, arena_bytes=8 * MIB)
+    backlog: list[tuple[Told, int]] = []
+    for seed in range(3 * SLOWER):
+        backlog.append((sender.send(slow, nbytes=20_000, seed=seed), seed))
+        if seed % SLOWER == 0:
+            told, first = backlog.pop(0)
+            assert slow.receive(told, seeds=[first])
+        for worker in (fast, other):
+            assert sender.uses_leases(worker)
+    found = sender.ask("statistics")
+    assert (found["leases_out"], found["held"][:3]) == (len(backlog), [len(backlog), 0, 0])
+    assert found["full"] == 0
+    # One tensor that all three read is held by the slow one alone.
+    shared = sender.send(slow, fast, other, nbytes=20_000, seed=7)
+    assert shared["path"] == "lease"
+    for worker in (fast, other):
+        assert worker.receive(shared, seeds=[7])
+    assert settle(lambda: sender.ask("statistics")["held"][:3] == [len(backlog) + 1, 0, 0])
+    backlog.append((shared, 7))
+    assert slow.receive(*[told for told, _ in backlog], seeds=[seed for _, seed in backlog])
+    sender.check_books()
+
+
+def test_a_slow_worker_that_fills_the_arena_sends_its_peers_to_segments(house: House) -> None:
+    slow, fast = house.worker("grpc://slow"), house.worker("grpc://fast")
+    sender = house.sender(slow, fast, arena_bytes=2 * MIB, arena_wait_s=0.02)
+    backlog = []
+    while (told := sender.send(slow, nbytes=200_000, seed=len(backlog)))["path"] == "lease":
+        backlog.append(told)
+    backlog.append(told)
+    paths = []
+    for seed in range(20):
+        told = sender.send(fast, nbytes=200_000, seed=seed)
+        assert fast.receive(told, seeds=[seed])
+        paths.append(told["path"])
+    assert paths == ["segment"] * 20
+    assert sender.ask("metrics")["lease_fallbacks"] == {"full": 21}
+    assert slow.receive(*backlog, seeds=list(range(len(backlog))))
+    assert settle(sender.is_empty)
+    assert sender.uses_leases(fast)
+    sender.check_books()
+
+
+def test_full_for_longer_than_the_wait_and_no_shared_memory_either(house: House) -> None:
+    """Lease, then segment, then inside the message; and back, one by one, when there is room again."""
+    worker = house.worker("grpc://w")
+    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=0.05, proof_max_age_s=3600.0)
+    tolds = [sender.send(worker, nbytes=MIB, seed=seed) for seed in range(2)]
+    tolds.append(sender.send(worker, nbytes=MIB, seed=2))
+    away = house.shm_dir.with_name("away")
+    house.shm_dir.rename(away)
+    try:
+        tolds.append(sender.send(worker, nbytes=MIB, seed=3))
+        tolds += sender.ask("send_many", sizes=[MIB, 1000], seed=4, workers=[worker.address])
+    finally:
+        away.rename(house.shm_dir)
+    assert [told["path"] for told in tolds] == ["lease", "lease", "segment", "inline", "inline", "inline"]
+    counted = sender.ask("metrics")
+    # The group waits once together, then each of it for itself.
+    assert counted["lease_fallbacks"] == {"full": 5}
+    assert counted["shm_write_failures"] == counted["inline_fallbacks"] == {"not_found": 3}
+    assert worker.receive(*tolds, seeds=[0, 1, 2, 3, 4, 5])
+    assert sender.uses_leases(worker)
+    sender.check_books()
+
+
+def test_room_that_comes_within_the_wait_is_used(house: House) -> None:
+    """Reclaim does not depend on a new request: the one that waits wakes up by itself."""
+    worker = house.worker("grpc://w")
+    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=30.0)
+    held = sender.send(worker, nbytes=2 * MIB, seed=1)
+    waiting = [sender.begin("send", nbytes=MIB, seed=seed, workers=[worker.address]) for seed in (2, 3)]
+    assert settle(lambda: sender.ask("waiting") == 2)
+    assert not any(each.done() for each in waiting)
+    assert worker.receive(held, seeds=[1])
+    tolds = [each.result(LIMIT_S) for each in waiting]
+    assert [told["path"] for told in tolds] == ["lease", "lease"]
+    assert worker.receive(*tolds, seeds=[2, 3])
+    assert sender.check_books()["full"] == 0

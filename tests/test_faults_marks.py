@@ -1,0 +1,66 @@
+"""A worker that writes garbage over its marks: it can get wrong pixels itself, and nobody else can."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import settle
+from .fault_rig import MIB, Failed, House, house
+
+__all__ = ["house"]
+
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+
+def test_garbage_over_its_marks_harms_the_one_that_writes_it(house: House) -> None:
+    mad, sound = house.worker("grpc://mad"), house.worker("grpc://sound")
+    sender = house.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
+    kept = [sender.send(mad, sound, nbytes=10_000, seed=seed) for seed in range(20)]
+    assert {told["path"] for told in kept} == {"lease"}
+    mad.ask("scribble", seed=1)
+    right = 0
+    for seed in range(150):
+        # Its own: a lease that it let go of too early is taken back or given to another, and then it is told so, or
+        # it gets what is there.
+        own, shared, theirs = (
+            sender.send(mad, nbytes=30_000, seed=seed),
+            sender.send(mad, sound, nbytes=30_000, seed=seed),
+            sender.send(sound, nbytes=30_000, seed=seed),
+        )
+        try:
+            right += mad.receive(own, shared, seeds=[seed, seed])
+        except Failed as error:
+            assert error.kind in ("LeaseStaleError", "LeaseRepeatedError")
+        assert sound.receive(shared, theirs, seeds=[seed, seed])
+    # What was sent before is still the sound one's.
+    assert sound.receive(*kept, seeds=list(range(20)))
+    mad.ask("stop_scribbling")
+    assert settle(lambda: sender.ask("statistics")["held"][1] == 0)
+    # Sane again: what it holds of claims that it lost goes with its connection at the latest.
+    assert sender.uses_leases(sound)
+    mad.kill()
+    found = sender.check_books()
+    assert found["consumers"] == 1
+    heir = house.worker("grpc://mad")
+    sender.ask("prove", worker=heir.address)
+    assert sender.uses_leases(heir)
+    sender.check_books()
+
+
+def test_a_worker_that_lets_go_of_what_it_reads_lets_go_for_itself_alone(house: House) -> None:
+    """The exact marks of a lease that it shares, written too early."""
+    mad, sound = house.worker("grpc://mad"), house.worker("grpc://sound")
+    sender = house.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
+    shared = sender.send(mad, sound, nbytes=50_000, seed=1)
+    own = sender.send(mad, nbytes=50_000, seed=2)
+    for told in (shared, own):
+        mad.ask("watch", told=told)
+        mad.ask("forge_release", name=told["handle"][0])
+    assert settle(lambda: sender.ask("statistics")["leases_out"] == 1)
+    # The block of its own is given out again; the shared one's is not, as long as the sound one has not read it.
+    for seed in range(100):
+        told = sender.send(sound, nbytes=50_000, seed=seed)
+        assert sound.receive(told, seeds=[seed])
+    assert sound.receive(shared, seeds=[1])
+    assert not mad.ask("let_go", name=own["handle"][0], seed=2)  # wrong pixels, and they are its own
+    sender.check_books()
