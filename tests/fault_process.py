@@ -45,10 +45,6 @@ def unpacked(told: dict[str, Any]) -> TensorData:
     return TensorData("uint8", (told["nbytes"],), payload)
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
 class Role:
     """What both can do."""
 
@@ -80,9 +76,6 @@ class Role:
 
     def problems_of_a_child(self) -> list[str]:
         raise NotImplementedError
-
-    def descriptors(self) -> int:
-        return num_descriptors()
 
     def close(self) -> None:
         raise NotImplementedError
@@ -137,6 +130,9 @@ class SenderRole(Role):
 
     def cancel(self, told: dict[str, Any]) -> bool:
         return self.sender.cancel(unpacked(told))
+
+    def worker_gone(self, url: str) -> int:
+        return self.sender.worker_gone(url)
 
     def waiting(self) -> int:
         """Sends that found the arena full and wait: threads that are asleep inside the arena's ``take``."""
@@ -288,6 +284,7 @@ class WorkerRole(Role):
 
 def main() -> None:
     role: Any = {"sender": SenderRole, "worker": WorkerRole}[sys.argv[1]](**json.loads(sys.argv[2]))
+    random_bytes(1, 0)  # loads what is loaded late
     with ThreadPoolExecutor(8) as pool:
 
         def run(number: int, name: str, arguments: dict[str, Any]) -> None:

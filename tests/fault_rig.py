@@ -151,6 +151,7 @@ class Process:
 
     def limit_descriptors(self, free: int) -> Callable[[], None]:
         """Leave room for ``free`` more; what lifts the limit again."""
+        self.ask("metrics")  # it has started
         before = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (self.num_descriptors() + free, before[1]))
         return lambda: _ignore(resource.prlimit(self.pid, resource.RLIMIT_NOFILE, before))

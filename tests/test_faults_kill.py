@@ -182,3 +182,17 @@ def test_one_of_three_readers_dies(house: House) -> None:
     for worker in workers[:2]:
         assert worker.receive(two, three, seeds=[3, 3])
     sender.check_books()
+
+
+def test_what_the_heir_was_sent_is_not_taken_back_with_what_the_dead_was_sent(house: House) -> None:
+    """The same url, another socket; the sender learns of the death when the heir is in use already."""
+    victim, heir = house.worker("grpc://w"), house.worker("grpc://w")
+    sender = house.sender(victim, heir, arena_bytes=0)
+    lost, kept = sender.send(victim, nbytes=5000, seed=1), sender.send(heir, nbytes=5000, seed=2)
+    assert (lost["path"], kept["path"]) == ("segment", "segment")
+    victim.kill()
+    assert settle(lambda: "segments_removed" in sender.ask("metrics"))
+    assert sender.ask("metrics")["segments_removed"] == {"worker_gone": 1}
+    assert heir.receive(kept, seeds=[2])
+    assert sender.send(heir, nbytes=10, seed=1)["path"] == "segment"
+    assert sender.ask("worker_gone", url="grpc://w") == 1

@@ -29,8 +29,8 @@ _POLL_S = 0.002
 class SenderArena:
     """Memory that is leased to workers on this host. Thread-safe.
 
-    ``nbytes`` 0 switches it off. Where it cannot be made (too little memory, a kernel without memfd) that is logged
-    once, counted, and segments are used.
+    ``nbytes`` 0 switches it off. Where it cannot be made (too little memory or descriptors, a kernel without memfd) that
+    is logged once, counted, and segments are used until it can.
     """
 
     def __init__(self, nbytes: int, *, num_threads: int, wait_s: float, metrics: Metrics) -> None:
@@ -41,6 +41,7 @@ class SenderArena:
         self._lock = threading.Lock()
         self._arena: _native.Arena | None = None
         self._is_off = nbytes == 0
+        self._has_warned = False
 
     @property
     def native(self) -> _native.Arena | None:
@@ -50,8 +51,8 @@ class SenderArena:
     def hand_over(self, link: SenderLink) -> int | None:
         """Give the worker at the other end of ``link`` the arena, and make it first if need be.
 
-        Its number as a consumer; None when there is no arena or the worker refuses it. Blocks for seconds at most,
-        without the GIL: not for the sending path.
+        Its number as a consumer; None when there is to be no arena. Blocks for seconds at most, without the GIL: not for
+        the sending path. What it raises, an :class:`MmcopyError`, is counted; it can be tried again.
         """
         arena = self._made()
         if arena is None:
@@ -61,7 +62,7 @@ class SenderArena:
         except MmcopyError as error:
             self._metrics.count(Counter.ARENA_HAND_OVERS, type(error).__name__)
             _log.info("worker at %s takes no arena, it gets segments: %s", link.path, error)
-            return None
+            raise
         self._metrics.count(Counter.ARENA_HAND_OVERS, "ok")
         return consumer
 
@@ -114,7 +115,9 @@ class SenderArena:
                 try:
                     self._arena = _native.Arena(self._nbytes, num_threads=self._num_threads)
                 except ArenaError as error:
-                    self._is_off = True
                     self._metrics.count(Counter.LEASE_FALLBACKS, "no_arena")
-                    _log.warning("no arena of %d bytes, tensors go by segments: %s", self._nbytes, error)
+                    level = logging.DEBUG if self._has_warned else logging.WARNING
+                    _log.log(level, "no arena of %d bytes, tensors go by segments: %s", self._nbytes, error)
+                    self._has_warned = True
+                    raise
             return self._arena

@@ -12,6 +12,9 @@ __all__ = ["Outstanding"]
 class Outstanding:
     """Names of segments by the worker they are for, and the workers that are gone.
 
+    A worker is named by its url. One that starts again has the same, and another socket: each of the two, as far as it
+    has one, keeps its own segments.
+
     A segment that was consumed is not reported to a sender: when ``max_names`` are noted, ``is_there`` is asked about
     each, and those that are gone are forgotten; if half or more are still there, the oldest of them as well. At most
     ``max_workers`` workers are remembered to be gone. Thread-safe; never blocks but for that one round of questions.
@@ -22,15 +25,15 @@ class Outstanding:
         self._max_names = max_names
         self._max_workers = max_workers
         self._lock = threading.Lock()
-        self._worker_of: OrderedDict[str, str] = OrderedDict()
+        self._worker_of: OrderedDict[str, tuple[str, str]] = OrderedDict()  # url and socket
         self._gone: OrderedDict[str, None] = OrderedDict()
 
-    def add(self, worker: str, name: str) -> bool:
+    def add(self, worker: str, name: str, *, socket: str = "") -> bool:
         """Note a segment. False, and nothing noted, when the worker was lost meanwhile: the segment is the caller's."""
         with self._lock:
             if worker in self._gone:
                 return False
-            self._worker_of[name] = worker
+            self._worker_of[name] = (worker, socket)
             if len(self._worker_of) > self._max_names:
                 self._forget_consumed()
             return True
@@ -40,19 +43,19 @@ class Outstanding:
         with self._lock:
             self._worker_of.pop(name, None)
 
-    def take(self, worker: str) -> list[str]:
-        """Forget the segments of ``worker``, and return their names: the caller removes them."""
+    def take(self, worker: str, *, socket: str = "") -> list[str]:
+        """Forget the segments of ``worker`` at ``socket``, and return their names: the caller removes them."""
         with self._lock:
-            return self._take(worker)
+            return self._take(lambda whose: whose == (worker, socket))
 
     def lose(self, worker: str) -> list[str]:
-        """Remember ``worker`` as gone, and do as :meth:`take`."""
+        """Remember ``worker`` as gone, and do as :meth:`take`, whatever the socket."""
         with self._lock:
             self._gone[worker] = None
             self._gone.move_to_end(worker)
             if len(self._gone) > self._max_workers:
                 self._gone.popitem(last=False)
-            return self._take(worker)
+            return self._take(lambda whose: whose[0] == worker)
 
     def find(self, worker: str) -> bool:
         """Forget that ``worker`` was gone; whether it was."""
@@ -72,8 +75,8 @@ class Outstanding:
     def __len__(self) -> int:
         return len(self._worker_of)
 
-    def _take(self, worker: str) -> list[str]:
-        names = [name for name, whose in self._worker_of.items() if whose == worker]
+    def _take(self, is_theirs: Callable[[tuple[str, str]], bool]) -> list[str]:
+        names = [name for name, whose in self._worker_of.items() if is_theirs(whose)]
         for name in names:
             del self._worker_of[name]
         return names

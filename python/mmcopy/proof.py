@@ -8,6 +8,7 @@ opens it and tells its bytes (:mod:`mmcopy.endpoint`). The connection stays open
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from .config import SHARED, Reason, Sharing, WorkerSpec
 from .endpoint import SenderLink
-from .errors import EndpointGoneError, EndpointTimeoutError, MmcopyError
+from .errors import ArenaError, EndpointGoneError, EndpointRefusedError, EndpointTimeoutError, MmcopyError
 from .metrics import Counter, Metrics
 from .policy import ENDPOINT_LABEL
 
@@ -31,6 +32,9 @@ _WATCH_S = 0.25
 _MAX_BACKOFF_S = 30.0
 _ROOT = 0
 """A worker that runs as root may be asked by any user: it can read all files, and it needs none of ours to do harm."""
+
+_KEEPS_THE_LINK = (ArenaError, EndpointRefusedError, type(None))
+"""Outcomes of an offer after which we have not ended the connection ourselves."""
 
 
 @dataclass
@@ -50,7 +54,11 @@ class _Worker:
     next_ask: float = 0.0
     answered: threading.Event = field(default_factory=threading.Event)
     offered: SenderLink | None = None
-    """The link over which the arena was offered; not again over the same one."""
+    """The link over which the arena was offered; over the same one not before ``next_offer``."""
+    next_offer: float = 0.0
+    refusals: int = 0
+    offering: bool = False
+    """It is offered now: then an end of the link can be our own doing."""
     consumer: int | None = None
     """The worker's number as a consumer of the arena that went over ``link``."""
     settled: threading.Event = field(default_factory=threading.Event)
@@ -62,11 +70,12 @@ class Prover:
 
     A use of a worker that was not asked before, or whose answer is too old, waits ``first_wait_s`` at most for the
     answer; every other use waits for nothing. A failure drops what was proved; after one the worker is asked again
-    ``retry_s`` later, and less and less often. ``on_gone`` is called, from any thread, with the url of a worker whose
-    connection has ended. At most ``max_workers`` are remembered.
+    ``retry_s`` later, and less and less often. ``on_gone`` is called, from any thread, with the url and the socket of a
+    worker whose connection has ended. At most ``max_workers`` are remembered.
 
-    ``hand_over`` is called once a connection, on the thread and after the proof: it offers the arena, and returns the
-    worker's number as its consumer, or None.
+    ``hand_over`` is called on the thread and after the proof, until it succeeds: it offers the arena, and returns the
+    worker's number as its consumer, or None when there is none to offer. After an :class:`MmcopyError` it is called
+    again, as rarely as questions are put again.
     """
 
     def __init__(
@@ -75,7 +84,7 @@ class Prover:
         *,
         max_age_s: float,
         metrics: Metrics,
-        on_gone: Callable[[str], object],
+        on_gone: Callable[[str, str], object],
         hand_over: Callable[[SenderLink], int | None] = lambda _link: None,
         first_wait_s: float = 0.25,
         ask_timeout_s: float = 1.0,
@@ -117,7 +126,7 @@ class Prover:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             known = self._known(worker)
-            known.next_ask = 0.0
+            known.next_ask = known.next_offer = 0.0
             self._ask_soon(known)
             answered, settled = known.answered, known.settled
         if not answered.wait(timeout_s):
@@ -140,12 +149,13 @@ class Prover:
     def consumer(self, worker: WorkerSpec) -> int | None:
         """The worker's number as a consumer of our arena; None when it has none. Never blocks.
 
-        One that is not connected is connected to, in the background.
+        One that is not connected is connected to, in the background, and one that has not got the arena is offered it
+        again when it is time.
         """
         with self._lock:
             known = self._known(worker)
             self._verdict(known)
-            if known.link is None:
+            if known.link is None or (known.consumer is None and self._is_offer_due(known, known.link)):
                 self._ask_soon(known)
             consumer = known.consumer
         self._report_gone(known)
@@ -203,7 +213,7 @@ class Prover:
 
     def _verdict(self, known: _Worker) -> tuple[Sharing, bool]:
         """What to tell, and whether there is no need to ask again soon."""
-        if known.link is not None and known.link.closed:
+        if known.link is not None and known.link.closed and not known.offering:
             known.link.close()
             self._lose(known)
         if known.proved_at is not None:
@@ -221,6 +231,10 @@ class Prover:
         known.gone = True
         known.failure = Sharing(Reason.WORKER_GONE, f"worker {known.url} has closed {known.path}")
         known.next_ask = 0.0
+
+    @staticmethod
+    def _is_offer_due(known: _Worker, link: SenderLink) -> bool:
+        return known.offered is not link or time.monotonic() >= known.next_offer
 
     def _ask_soon(self, known: _Worker) -> bool:
         """Whether a question was put now; not while one is under way or the last failure is too fresh."""
@@ -243,7 +257,7 @@ class Prover:
         with self._lock:
             unreported, known.unreported = known.unreported, False
         if unreported and (on_gone := self._on_gone()) is not None:
-            on_gone(known.url)
+            on_gone(known.url, known.path)
 
     def _run(self) -> None:
         while True:
@@ -260,7 +274,11 @@ class Prover:
 
     def _watch(self) -> None:
         with self._lock:
-            lost = [known for known in self._workers.values() if known.link is not None and known.link.closed]
+            lost = [
+                known
+                for known in self._workers.values()
+                if known.link is not None and known.link.closed and not known.offering
+            ]
             for known in lost:
                 self._verdict(known)
         for known in lost:
@@ -303,15 +321,30 @@ class Prover:
     def _offer(self, known: _Worker) -> None:
         with self._lock:
             link = known.link
-            if link is None or link is known.offered:
+            if link is None or known.consumer is not None or not self._is_offer_due(known, link):
                 return
-            known.offered = link
-        consumer = self._hand_over(link)
+            known.offered, known.offering = link, True
+        consumer, error = None, None
+        try:
+            consumer = self._hand_over(link)
+        except MmcopyError as raised:
+            error = raised
         with self._lock:
-            if known.link is link:
-                known.consumer = consumer
-                if consumer is None and link.closed:  # by us: it says nothing about the worker
-                    known.link = None
+            known.offering = False
+            if known.link is not link:
+                return
+            known.consumer = consumer
+            known.refusals = 0 if error is None else known.refusals + 1
+            known.next_offer = math.inf if error is None else time.monotonic() + self._backoff_s(known.refusals)
+            if isinstance(error, EndpointGoneError):
+                link.close()
+                self._lose(known)
+            elif link.closed and not isinstance(error, _KEEPS_THE_LINK):  # by us: it says nothing about the worker
+                known.link = None
+        self._report_gone(known)
+
+    def _backoff_s(self, failures: int) -> float:
+        return min(self._retry_s * 2 ** min(failures - 1, 16), _MAX_BACKOFF_S)
 
     def _note(
         self, known: _Worker, link: SenderLink | None, started: float, *, proved: bool, gone: bool, reason: str
@@ -331,4 +364,4 @@ class Prover:
             known.next_ask = started + self._retry_s
             return
         known.failure = Sharing(Reason.PROOF_FAILED, f"worker {known.url}: {reason}")
-        known.next_ask = started + min(self._retry_s * 2 ** min(known.failures - 1, 16), _MAX_BACKOFF_S)
+        known.next_ask = started + self._backoff_s(known.failures)

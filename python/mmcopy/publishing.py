@@ -22,6 +22,7 @@ from .errors import (
 )
 from .metrics import Counter, Metrics
 from .outstanding import Outstanding
+from .policy import ENDPOINT_LABEL
 from .tensors import Inline, ShmHandle
 
 __all__ = ["Publisher"]
@@ -75,7 +76,7 @@ class Publisher:
         # Several receivers: one of them gets it, and nobody says here which.
         if len(delivery.receivers) == 1:
             worker = delivery.receivers[0]
-            noted = self.outstanding.add(worker.url, name)
+            noted = self.outstanding.add(worker.url, name, socket=worker.labels.get(ENDPOINT_LABEL, ""))
             if not noted or is_gone(worker):  # it went while this was written
                 self.outstanding.discard(name)
                 self.take_back([name])

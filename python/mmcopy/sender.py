@@ -387,8 +387,8 @@ class Sender:
         self.metrics.count(Counter.BYTES_SENT, data.path, out.nbytes, runtime=delivery.runtime)
         return data
 
-    def _socket_closed(self, url: str) -> None:
-        self._publisher.take_back(self._publisher.outstanding.take(url))
+    def _socket_closed(self, url: str, socket: str) -> None:
+        self._publisher.take_back(self._publisher.outstanding.take(url, socket=socket))
 
     def _disown(self) -> None:
         self._lock = threading.Lock()

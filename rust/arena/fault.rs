@@ -60,6 +60,24 @@ pub enum Fault {
         /// Lease records free.
         free_leases: usize,
     },
+    /// A consumer holds more than its share, and did not let go of it within the limit.
+    #[error(
+        "consumer {slot} gets no {wanted_nbytes} bytes more after {waited:?}: it holds {held_nbytes}, and {free_nbytes} of {data_nbytes} bytes are free for all consumers"
+    )]
+    Share {
+        /// The consumer.
+        slot: usize,
+        /// Bytes wanted, in whole blocks.
+        wanted_nbytes: u64,
+        /// How long it was waited.
+        waited: Duration,
+        /// Bytes that it holds.
+        held_nbytes: u64,
+        /// Bytes free.
+        free_nbytes: u64,
+        /// Bytes of the arena.
+        data_nbytes: u64,
+    },
     /// A consumer that there is not.
     #[error("consumer {slot} is not connected to this arena")]
     NoConsumer {

@@ -182,18 +182,30 @@ impl Arena {
                 drop(state);
                 return Ok(taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect());
             }
-            if inner.sweep(&mut state, false) > 0 {
+            let was_over = state.over_share(sizes, mask).is_some();
+            let is_freed = inner.sweep(&mut state, false) > 0;
+            if is_freed {
                 inner.freed.notify_all();
+            }
+            if is_freed || was_over && state.over_share(sizes, mask).is_none() {
                 continue;
             }
             let left = wait.saturating_sub(begun.elapsed());
             if left.is_zero() || !fits {
                 state.counters.full += 1;
+                let free_nbytes = inner.data.nbytes() as u64 - state.table.used_nbytes();
+                if fits && let Some((slot, held_nbytes)) = state.over_share(sizes, mask) {
+                    let wanted_nbytes = group_nbytes.unwrap_or(usize::MAX) as u64;
+                    let data_nbytes = inner.data.nbytes() as u64;
+                    let fault =
+                        Fault::Share { slot, wanted_nbytes, waited: wait, held_nbytes, free_nbytes, data_nbytes };
+                    return Err(fault.into());
+                }
                 return Err(Fault::Full {
                     wanted_nbytes: group_nbytes.map_or(u64::MAX, |nbytes| nbytes as u64),
                     num_leases: sizes.len(),
                     waited: if fits { wait } else { Duration::ZERO },
-                    free_nbytes: inner.data.nbytes() as u64 - state.table.used_nbytes(),
+                    free_nbytes,
                     data_nbytes: inner.data.nbytes() as u64,
                     largest_nbytes: state.table.largest_nbytes(),
                     free_leases: state.table.num_free(),
@@ -310,6 +322,13 @@ impl Drop for Arena {
 }
 
 impl State {
+    /// Whether one of these consumers has to let go first, so that there is room for others; nobody when it is alone.
+    fn over_share(&self, sizes: &[usize], mask: u32) -> Option<(usize, u64)> {
+        let is_alone = self.consumers.iter().flatten().count() < 2;
+        let nbytes = Table::group_nbytes(sizes)? as u64;
+        if is_alone { None } else { self.table.over_share(nbytes, mask) }
+    }
+
     fn mask_of(&self, consumers: &[u32]) -> Result<u32> {
         let mut mask = 0;
         for slot in consumers {
@@ -345,6 +364,9 @@ impl Inner {
     }
 
     fn take_now(&self, state: &mut State, sizes: &[usize], mask: u32) -> Option<Vec<LeaseHandle>> {
+        if state.over_share(sizes, mask).is_some() {
+            return None;
+        }
         let consumers = &state.consumers;
         let is_fresh = |index, generation| {
             slots_of(mask).filter_map(|slot| consumers[slot].as_ref()).all(|consumer| {

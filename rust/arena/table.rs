@@ -8,12 +8,17 @@ use super::record::{Entry, is_usable};
 /// Most consumers of an arena at once; a bit each.
 pub const MAX_CONSUMERS: usize = 16;
 
+/// How much more than what is left one consumer may hold while there are others.
+const SHARE: u64 = 2;
+
 /// A lease that is out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lease {
     pub(super) entry: Entry,
     /// Consumers that have not let go yet.
     pub(super) remaining: u32,
+    /// Those of them whose `held_nbytes` it is counted in.
+    counted: u32,
     /// Somebody on our side still writes to it.
     pub(super) is_writing: bool,
     /// It was taken back; consumers that have claimed it may still read.
@@ -33,18 +38,22 @@ struct Group {
 /// All leases and blocks.
 #[derive(Debug)]
 pub(super) struct Table {
+    data_nbytes: u64,
     blocks: Blocks,
     leases: Vec<Option<Lease>>,
     free: Vec<u32>,
     groups: Vec<Option<Group>>,
     free_groups: Vec<usize>,
     outstanding: Vec<u32>,
+    /// Bytes of the blocks that each consumer has not let go of, as of the last sweep.
+    held_nbytes: [u64; MAX_CONSUMERS],
     last_generation: u64,
 }
 
 impl Table {
     pub(super) fn new(data_nbytes: usize, num_leases: u32) -> Self {
         Self {
+            data_nbytes: data_nbytes as u64,
             blocks: Blocks::new(data_nbytes, num_leases),
             leases: vec![None; num_leases as usize],
             // The lowest is taken first, so that few pages of records are in use.
@@ -52,6 +61,7 @@ impl Table {
             groups: Vec::new(),
             free_groups: Vec::new(),
             outstanding: Vec::new(),
+            held_nbytes: [0; MAX_CONSUMERS],
             last_generation: 0,
         }
     }
@@ -87,13 +97,39 @@ impl Table {
             let (Some(index), Some(block_nbytes)) = (self.free.pop(), Blocks::block_nbytes(*nbytes)) else { break };
             let generation = self.next_generation(|generation| is_fresh(index, generation));
             let entry = Entry { generation, offset: offset as u64, nbytes: *nbytes as u64, consumers };
-            let lease = Lease { entry, remaining: consumers, is_writing: true, is_cancelled: false, since: now, group };
+            let lease = Lease {
+                entry,
+                remaining: consumers,
+                counted: consumers,
+                is_writing: true,
+                is_cancelled: false,
+                since: now,
+                group,
+            };
+            count(&mut self.held_nbytes, consumers, |held| held + block_nbytes as u64);
             self.leases[index as usize] = Some(lease);
             self.outstanding.push(index);
             taken.push(index);
             offset += block_nbytes;
         }
         Some(taken)
+    }
+
+    /// One of `consumers` that would hold more than its share with this many bytes more, and how many it holds.
+    ///
+    /// What one holds may be twice of what is left, so that one that lets go of nothing cannot take the last room from
+    /// the others: alone it gets two thirds of the data, and each of two gets two fifths. Who holds nothing gets what is
+    /// there.
+    pub(super) fn over_share(&self, nbytes: u64, consumers: u32) -> Option<(usize, u64)> {
+        let left = self.free_nbytes().saturating_sub(nbytes);
+        let is_over = |held: u64| held > 0 && held + nbytes > SHARE * left;
+        let mut held = self.held_nbytes.iter().copied().enumerate();
+        held.find(|(slot, held)| consumers & (1 << slot) != 0 && is_over(*held))
+    }
+
+    /// Bytes that are not in use.
+    fn free_nbytes(&self) -> u64 {
+        self.data_nbytes - self.used_nbytes()
     }
 
     /// What the lease's record says.
@@ -119,6 +155,9 @@ impl Table {
                 continue;
             };
             visit(index, lease);
+            let block_nbytes = Blocks::block_nbytes(lease.entry.nbytes as usize).unwrap_or(0) as u64;
+            count(&mut self.held_nbytes, lease.counted & !lease.remaining, |held| held - block_nbytes);
+            lease.counted = lease.remaining;
             if lease.is_writing || lease.remaining != 0 {
                 at += 1;
                 continue;
@@ -186,6 +225,14 @@ impl Table {
     }
 }
 
+fn count(held_nbytes: &mut [u64; MAX_CONSUMERS], consumers: u32, change: impl Fn(u64) -> u64) {
+    for (slot, held) in held_nbytes.iter_mut().enumerate() {
+        if consumers & (1 << slot) != 0 {
+            *held = change(*held);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -226,6 +273,29 @@ mod tests {
         assert!(table.take(&[1 << 20, 1], 1, fresh).is_none());
         assert!(table.take(&[usize::MAX, usize::MAX], 1, fresh).is_none());
         assert_eq!((table.used_nbytes(), table.num_free()), (0, 3));
+    }
+
+    #[test]
+    fn one_that_lets_go_of_nothing_leaves_room_for_the_others() {
+        let mut table = Table::new(1 << 20, 1024);
+        let fill = |table: &mut Table, consumers: u32| {
+            let mut num_taken = 0;
+            while table.over_share(4096, consumers).is_none() && table.take(&[4096], consumers, fresh).is_some() {
+                num_taken += 1;
+            }
+            num_taken
+        };
+        assert_eq!(fill(&mut table, 0b01), 256 * 2 / 3);
+        let (slot, held) = table.over_share(4096, 0b11).unwrap();
+        assert_eq!((slot, held), (0, 170 * 4096));
+        assert_eq!(fill(&mut table, 0b10), 57); // two thirds of what was left
+        assert_eq!(table.over_share(29 * 4096, 0b100), None); // who holds nothing gets the rest
+        // Cancelled or released: it is counted no more, and the last one's turn again.
+        table.sweep(|_, lease| (lease.is_writing, lease.remaining) = (false, lease.remaining & !0b01));
+        assert_eq!(table.held_nbytes[..3], [0, 57 * 4096, 0]);
+        assert_eq!(table.over_share(4096, 0b11), None);
+        table.sweep(|_, lease| lease.remaining = 0);
+        assert_eq!((table.held_nbytes, table.used_nbytes()), ([0; MAX_CONSUMERS], 0));
     }
 
     #[test]
@@ -295,6 +365,7 @@ mod tests {
                 }
                 prop_assert_eq!(table.num_outstanding(), model.len());
                 prop_assert_eq!(table.num_outstanding() + table.num_free(), 40);
+                prop_assert!(table.held_nbytes[0] <= table.used_nbytes());
                 prop_assert_eq!(table.held()[0], table.outstanding.iter()
                     .filter(|index| table.leases[**index as usize].unwrap().remaining != 0).count());
             }

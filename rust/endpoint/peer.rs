@@ -5,6 +5,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rustix::io::Errno;
+
 use super::Fault;
 use super::arenas::Arenas;
 use super::credentials;
@@ -82,6 +84,10 @@ impl Peer {
     }
 
     fn answer(&mut self, arrived: Arrived, desk: &Desk) -> std::result::Result<Message, Fault> {
+        // The connection stays: its end would tell the sender that we have died.
+        if let (Stage::Known, Some(fault)) = (&self.stage, arrived.lost) {
+            return Ok(Message::Refused { errno: Errno::MFILE.raw_os_error(), reason: fault.to_string() });
+        }
         match (&self.stage, arrived.message) {
             (Stage::New(_), Message::Hello { .. }) => {
                 self.stage = Stage::Known;

@@ -33,6 +33,8 @@ pub(super) struct Arrived {
     pub(super) message: Message,
     pub(super) sequence: u64,
     pub(super) descriptors: Vec<OwnedFd>,
+    /// Some of its descriptors are lost, because this process may open no more: that is no fault of the peer's.
+    pub(super) lost: Option<Fault>,
 }
 
 /// A socket that belongs to nobody yet.
@@ -102,14 +104,19 @@ impl Socket {
         }
         let (message, sequence) = Message::decode(&buffer[..found.bytes.min(MAX_FRAME_BYTES)])?;
         let wanted = message.num_descriptors();
-        if found.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() < wanted {
-            return Err(Fault::Descriptors { wanted, found: descriptors.len(), limit: open_files_limit() });
+        let is_cut = found.flags.contains(ReturnFlags::CTRUNC);
+        if is_cut || descriptors.len() < wanted {
+            let fault = Fault::Descriptors { wanted, found: descriptors.len(), limit: open_files_limit() };
+            if is_cut && descriptors.len() < wanted {
+                return Ok(Some(Arrived { message, sequence, descriptors: Vec::new(), lost: Some(fault) }));
+            }
+            return Err(fault);
         }
         if descriptors.len() > wanted {
             let reason = format!("{} with {} descriptors, {wanted} wanted", message.kind_name(), descriptors.len());
             return Err(Fault::Protocol { reason });
         }
-        Ok(Some(Arrived { message, sequence, descriptors }))
+        Ok(Some(Arrived { message, sequence, descriptors, lost: None }))
     }
 
     /// Whether the peer has closed its end. What it sent before may still be waiting.

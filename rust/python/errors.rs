@@ -53,7 +53,7 @@ const fn arena_class_name(fault: &arena::Fault) -> &'static str {
         arena::Fault::NoConsumer { .. } => "ArenaConsumerError",
         arena::Fault::Memory { .. } => "ArenaMemoryError",
         arena::Fault::Io { .. } | arena::Fault::Offered { .. } | arena::Fault::Consumers { .. } => "ArenaError",
-        arena::Fault::Full { .. } => "ArenaFullError",
+        arena::Fault::Full { .. } | arena::Fault::Share { .. } => "ArenaFullError",
         arena::Fault::Forged { .. } => "LeaseForgedError",
         arena::Fault::UnknownArena { .. } => "LeaseUnknownArenaError",
         arena::Fault::Stale { .. } => "LeaseStaleError",
