@@ -54,8 +54,8 @@
 //!
 //! # What is not defended against
 //!
-//! A consumer that claims leases and lives without releasing them holds them: giving them to others would be worse. A
-//! Python program that keeps writing through a reserved array after committing it changes what consumers read.
+//! A consumer that claims leases and lives without releasing them holds them: giving them to others would be worse. It
+//! gets no more while it holds its share and there are other consumers: twice of what would be left. A Python program that keeps writing through a reserved array after committing it changes what consumers read.
 
 mod blocks;
 mod budget;

@@ -74,6 +74,9 @@ class Role:
             said += [f"it ended with {status}"] if status else []
         return child, said
 
+    def shared_files(self) -> list[str]:
+        return os.listdir("/dev/shm")  # noqa: PTH208
+
     def problems_of_a_child(self) -> list[str]:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Senders and workers in processes of their own, which can be killed, stopped, forked and asked several things at once."""
+"""Senders and workers in processes of their own, to be killed, stopped, forked, and asked several things at once."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ class Process:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._is_over
 
     def begin(self, command: str, /, **arguments: Any) -> Future[Any]:
         """Its answer, in time; raises :class:`Failed` or :class:`Gone`."""

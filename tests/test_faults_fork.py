@@ -7,8 +7,15 @@ import os
 import pathlib
 import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
+
+from mmcopy import ClosedError, Inline, Receiver, TensorData, TransportConfig, WorkerSpec
+from mmcopy import Sender as PlainSender
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.outgoing import StreamingSend
 
 from .conftest import settle
 from .fault_rig import LIMIT_S, MIB, Failed, House, Sender, Worker, house
@@ -19,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 
 @contextlib.contextmanager
-def load(sender: Sender, *workers: Worker):  # type: ignore[no-untyped-def]
+def load(sender: Sender, *workers: Worker) -> Iterator[None]:
     """Round trips on two threads a worker meanwhile; every byte must be right."""
     stopping = threading.Event()
     problems: list[str] = []
@@ -118,3 +125,43 @@ def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
         for child in children:
             os.kill(child, signal.SIGKILL)
     assert settle(lambda: not any(is_alive(child) for child in children))
+
+
+def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
+    """A stream and a reservation, inherited: the child waits for nothing and commits nothing."""
+    with (
+        WorkerEndpoint(tmp_path / "s") as endpoint,
+        Receiver("cpu", framework="numpy", endpoint=endpoint) as receiver,
+        PlainSender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB) as sender,
+    ):
+        spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
+        sender.prove(spec, timeout_s=LIMIT_S)
+        reserved = sender.reserve((5,), "uint8", worker=spec)
+        assert reserved.array is not None
+        reserved.array[:] = range(5)
+        never: Future[None] = Future()
+        stream = StreamingSend(TensorData("uint8", (1,), Inline(b"a")), never)
+        child = os.fork()
+        if child == 0:
+            problems = 0
+            try:
+                for call in (stream.wait, reserved.commit):
+                    try:
+                        call()
+                        problems += 1
+                    except ClosedError:
+                        pass
+                problems += not stream.done()
+                with stream:
+                    pass
+                with contextlib.suppress(KeyError), reserved:
+                    raise KeyError
+                del reserved
+                os._exit(problems)
+            finally:
+                os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        never.set_result(None)
+        assert stream.wait() is stream.data
+        assert receiver.receive(reserved.commit()).tolist() == [0, 1, 2, 3, 4]
+        assert settle(lambda: sender.leases_out == 0)

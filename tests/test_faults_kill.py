@@ -118,7 +118,7 @@ def test_a_killed_sender(house: House, stage: str) -> None:
             witness.ask("let_go", name=told["handle"][0], seed=1)  # type: ignore[index]
     assert settle(lambda: worker.ask("held") == [0])  # the bystander's arena is the only one
     if told is not None:
-        with pytest.raises(Failed, match="LeaseUnknownArenaError: .* no sender that is connected has it"):
+        with pytest.raises(Failed, match=r"LeaseUnknownArenaError: .* no sender that is connected has it"):
             worker.receive(told, seeds=[1])
         assert worker.ask("release", told=told) == 0
     # The others go on, and so does a sender in its place.

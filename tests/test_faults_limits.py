@@ -14,12 +14,13 @@ __all__ = ["house"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
+
 def leases_again(sender: Sender, worker: Worker) -> bool:
     """Within the limit, by nothing but sending; every tensor on the way there arrives."""
     return settle(lambda: sender.uses_leases(worker), limit_s=20.0)
 
 
-@pytest.mark.parametrize("free", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("free", [0, 3, 6])
 def test_a_sender_short_of_descriptors(house: House, free: int) -> None:
     """From the start: it cannot connect, or not prove, or not make the arena. All arrives, and later by leases."""
     worker = house.worker("grpc://w")
@@ -36,7 +37,7 @@ def test_a_sender_short_of_descriptors(house: House, free: int) -> None:
     sender.check_books()
 
 
-@pytest.mark.parametrize("free", [0, 1, 3])
+@pytest.mark.parametrize("free", [0, 3])
 def test_a_sender_that_has_no_descriptor_for_one_more_worker(house: House, free: int) -> None:
     known, late = house.worker("grpc://known"), house.worker("grpc://late")
     sender = house.sender(known, arena_bytes=MIB)
@@ -51,7 +52,7 @@ def test_a_sender_that_has_no_descriptor_for_one_more_worker(house: House, free:
     assert sender.check_books()["consumers"] == 2
 
 
-@pytest.mark.parametrize("free", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("free", [0, 4, 5])
 def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
     """One for the connection, one to look at a probe or a segment, four for the arena."""
     worker = house.worker("grpc://w")
@@ -60,7 +61,7 @@ def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
     sent = [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2)]
     sender.ask("prove", worker=worker.address)
     sent += [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2, 4)]
-    expected = {0: "inline", 1: "inline", 2: "segment", 4: "segment", 5: "lease"}
+    expected = {0: "inline", 4: "segment", 5: "lease"}
     assert sent[-1]["path"] == expected[free]
     # It has not died for its sender: nothing is taken back that was handed over.
     assert all(worker.receive(told, seeds=[seed]) for seed, told in enumerate(sent))
@@ -73,7 +74,7 @@ def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
 def test_descriptors_stay_flat_over_workers_that_come_and_go(house: House) -> None:
     sender = house.sender(arena_bytes=MIB)
     counts = []
-    for _ in range(6):
+    for _ in range(4):
         worker = house.worker("grpc://w")
         sender.ask("prove", worker=worker.address)
         assert sender.uses_leases(worker)

@@ -528,8 +528,8 @@ class Arena:
         """Give the arena to the worker at the other end of ``link``; the number that it has as a consumer.
 
         Blocks, without the GIL, until the worker has mapped it. Keep the link open as long as the worker shall receive
-        leases: for the worker its end is ours. A worker that refuses it keeps its link; after any other error of the link
-        that is closed, so that both sides start anew. Raises
+        leases: for the worker its end is ours. A worker that refuses it keeps its link; after any other error of the
+        link that is closed, so that both sides start anew. Raises
         :class:`~mmcopy.errors.EndpointGoneError`,
         :class:`~mmcopy.errors.EndpointRefusedError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
         :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.ArenaError` and
@@ -539,9 +539,9 @@ class Arena:
     def take(self, sizes: Sequence[int], consumers: Sequence[int], *, timeout_s: float) -> list[LeaseWriter]:
         """Leases of these sizes for these consumers, side by side, each at a multiple of 256 bytes; all or none.
 
-        Blocks, without the GIL, until there is room, and, where there are several consumers, until each of these holds no
-        more than twice of what is left. Raises :class:`~mmcopy.errors.ArenaFullError` at the limit, and at once for what
-        can never fit; :class:`~mmcopy.errors.ArenaConsumerError` for a consumer that has gone.
+        Blocks, without the GIL, until there is room, and, where the arena has several consumers, until none of these
+        holds more than twice of what would be left. Raises :class:`~mmcopy.errors.ArenaFullError` at the limit, and at
+        once for what can never fit; :class:`~mmcopy.errors.ArenaConsumerError` for a consumer that has gone.
         """
 
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:

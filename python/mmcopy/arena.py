@@ -29,8 +29,8 @@ _POLL_S = 0.002
 class SenderArena:
     """Memory that is leased to workers on this host. Thread-safe.
 
-    ``nbytes`` 0 switches it off. Where it cannot be made (too little memory or descriptors, a kernel without memfd) that
-    is logged once, counted, and segments are used until it can.
+    ``nbytes`` 0 switches it off. Where it cannot be made (too little memory or descriptors, a kernel without memfd)
+    that is logged once, counted, and segments are used until it can.
     """
 
     def __init__(self, nbytes: int, *, num_threads: int, wait_s: float, metrics: Metrics) -> None:
@@ -51,8 +51,8 @@ class SenderArena:
     def hand_over(self, link: SenderLink) -> int | None:
         """Give the worker at the other end of ``link`` the arena, and make it first if need be.
 
-        Its number as a consumer; None when there is to be no arena. Blocks for seconds at most, without the GIL: not for
-        the sending path. What it raises, an :class:`MmcopyError`, is counted; it can be tried again.
+        Its number as a consumer; None when there is to be no arena. Blocks for seconds at most, without the GIL: not
+        for the sending path. What it raises, an :class:`MmcopyError`, is counted; it can be tried again.
         """
         arena = self._made()
         if arena is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -26,16 +27,20 @@ class StreamingSend:
         self.data = data
         """What goes into the message."""
         self._writing = writing
+        self._pid = os.getpid()
 
     def done(self) -> bool:
         """Whether the source may be reused. Never blocks."""
-        return self._writing is None or self._writing.done()
+        return self._writing is None or self._writing.done() or self._is_forked
 
     def wait(self, timeout_s: float = 60.0) -> TensorData:
         """Block until every byte is written; :attr:`data`. From then on the source may be reused.
 
-        Raises what the writing raised (the receiver then gets an error, too), and :class:`SendTimeoutError`.
+        Raises what the writing raised (the receiver then gets an error, too), and :class:`SendTimeoutError`; in a forked
+        child :class:`ClosedError` at once, because the parent writes.
         """
+        if self._is_forked:
+            raise ClosedError(f"process {self._pid} writes it, of which this one is a child")
         if self._writing is not None:
             try:
                 self._writing.result(timeout_s)
@@ -49,7 +54,12 @@ class StreamingSend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.wait()
+        if not self._is_forked:
+            self.wait()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._pid != os.getpid()
 
 
 class Reservation:

@@ -344,7 +344,7 @@ class Prover:
         self._report_gone(known)
 
     def _backoff_s(self, failures: int) -> float:
-        return min(self._retry_s * 2 ** min(failures - 1, 16), _MAX_BACKOFF_S)
+        return min(self._retry_s * 2.0 ** min(failures - 1, 16), _MAX_BACKOFF_S)
 
     def _note(
         self, known: _Worker, link: SenderLink | None, started: float, *, proved: bool, gone: bool, reason: str

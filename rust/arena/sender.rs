@@ -168,7 +168,7 @@ impl Arena {
     }
 
     /// Leases of these sizes, side by side in their order and each at a multiple of 256 bytes, for these consumers; all or
-    /// none. Blocks for `wait` at most until there is room.
+    /// none. Blocks for `wait` at most until there is room, and none of the consumers holds more than its share.
     pub fn take(&self, sizes: &[usize], consumers: &[u32], wait: Duration) -> Result<Vec<Writing>> {
         let inner = &self.inner;
         let begun = Instant::now();

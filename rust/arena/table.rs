@@ -8,7 +8,7 @@ use super::record::{Entry, is_usable};
 /// Most consumers of an arena at once; a bit each.
 pub const MAX_CONSUMERS: usize = 16;
 
-/// How much more than what is left one consumer may hold while there are others.
+/// How many times of what would be left one consumer may hold and get more, while there are others.
 const SHARE: u64 = 2;
 
 /// A lease that is out.
@@ -115,16 +115,15 @@ impl Table {
         Some(taken)
     }
 
-    /// One of `consumers` that would hold more than its share with this many bytes more, and how many it holds.
+    /// One of `consumers` that holds more than its share for getting this many bytes more, and how many it holds.
     ///
-    /// What one holds may be twice of what is left, so that one that lets go of nothing cannot take the last room from
-    /// the others: alone it gets two thirds of the data, and each of two gets two fifths. Who holds nothing gets what is
-    /// there.
+    /// What one holds already may be twice of what would be left, so that one that lets go of nothing cannot take the
+    /// last room from the others: of small leases it gets two thirds of the data, and each of two such gets two fifths.
+    /// Who holds nothing gets what is there.
     pub(super) fn over_share(&self, nbytes: u64, consumers: u32) -> Option<(usize, u64)> {
         let left = self.free_nbytes().saturating_sub(nbytes);
-        let is_over = |held: u64| held > 0 && held + nbytes > SHARE * left;
         let mut held = self.held_nbytes.iter().copied().enumerate();
-        held.find(|(slot, held)| consumers & (1 << slot) != 0 && is_over(*held))
+        held.find(|(slot, held)| consumers & (1 << slot) != 0 && *held > SHARE * left)
     }
 
     /// Bytes that are not in use.
@@ -285,15 +284,14 @@ mod tests {
             }
             num_taken
         };
-        assert_eq!(fill(&mut table, 0b01), 256 * 2 / 3);
-        let (slot, held) = table.over_share(4096, 0b11).unwrap();
-        assert_eq!((slot, held), (0, 170 * 4096));
-        assert_eq!(fill(&mut table, 0b10), 57); // two thirds of what was left
-        assert_eq!(table.over_share(29 * 4096, 0b100), None); // who holds nothing gets the rest
+        assert_eq!(fill(&mut table, 0b01), 171); // of 256
+        assert_eq!(table.over_share(4096, 0b11), Some((0, 171 * 4096)));
+        assert_eq!(fill(&mut table, 0b10), 57); // of 85
+        assert_eq!(table.over_share(28 * 4096, 0b100), None); // who holds nothing gets the rest
         // Cancelled or released: it is counted no more, and the last one's turn again.
         table.sweep(|_, lease| (lease.is_writing, lease.remaining) = (false, lease.remaining & !0b01));
         assert_eq!(table.held_nbytes[..3], [0, 57 * 4096, 0]);
-        assert_eq!(table.over_share(4096, 0b11), None);
+        assert_eq!(table.over_share(150 * 4096, 0b11), None);
         table.sweep(|_, lease| lease.remaining = 0);
         assert_eq!((table.held_nbytes, table.used_nbytes()), ([0; MAX_CONSUMERS], 0));
     }
