@@ -81,7 +81,7 @@ def test_descriptors_stay_flat_over_workers_that_come_and_go(house: House) -> No
         worker.kill()
         assert settle(lambda: sender.ask("statistics")["consumers"] == 0)
         counts.append(sender.num_descriptors())
-    assert settle(lambda: sender.num_descriptors() == counts[0]), counts
+    assert settle(lambda: sender.num_descriptors() <= counts[0]), counts
 
 
 def test_a_directory_that_is_removed_under_a_worker(house: House, tmp_path: pathlib.Path) -> None:
