@@ -36,8 +36,8 @@ class StreamingSend:
     def wait(self, timeout_s: float = 60.0) -> TensorData:
         """Block until every byte is written; :attr:`data`. From then on the source may be reused.
 
-        Raises what the writing raised (the receiver then gets an error, too), and :class:`SendTimeoutError`. In a forked
-        child :class:`ClosedError` at once, because the parent writes.
+        Raises what the writing raised (the receiver then gets an error, too), and :class:`SendTimeoutError`. In a
+        forked child :class:`ClosedError` at once, because the parent writes.
         """
         if self._is_forked:
             raise ClosedError(f"process {self._pid} writes it, of which this one is a child")
