@@ -24,6 +24,7 @@ from mmcopy import (
     LeaseStaleError,
     LeaseUnknownArenaError,
     Metrics,
+    PayloadError,
     Receiver,
     Sender,
     ShmHandle,
@@ -218,6 +219,26 @@ def test_a_full_arena_waits_then_uses_a_segment(side: Side, segments: Callable[[
         side.receiver.receive(again)
     for name in segments():
         os.unlink(f"/dev/shm/{name}")  # noqa: PTH108
+
+
+def test_a_view_is_the_memory_itself_and_holds_the_lease(sender: Sender, side: Side) -> None:
+    array = np.arange(70_000, dtype=np.float32).reshape(7, -1)
+    view = side.receiver.view(sender.send(array, worker=side.spec))
+    assert (view.dtype, view.shape, view.flags.writeable) == (array.dtype, array.shape, False)
+    part = view[3:]
+    del view
+    time.sleep(0.05)
+    assert statistics(sender)["leases_out"] == 1
+    assert np.array_equal(part, array[3:])
+    del part
+    assert settle(lambda: is_empty(sender))
+    assert side.receiver.metrics.get(Counter.TENSORS_RECEIVED, "lease") == 1
+    with pytest.raises(PayloadError, match="is inline, a view needs a lease"):
+        side.receiver.view(TensorData("uint8", (1,), Inline(b"x")))
+    cancelled = sender.send(array, worker=side.spec)
+    sender.cancel(cancelled)
+    with pytest.raises(LeaseStaleError):
+        side.receiver.view(cancelled)
 
 
 def test_bad_handles_are_typed_errors_and_harm_no_other_lease(sender: Sender, side: Side) -> None:

@@ -12,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, overload
 
+import numpy as np
+
+from .arrays import numpy_dtype
 from .config import default_num_threads, parse_count, parse_seconds
 from .endpoint import WorkerEndpoint
 from .errors import (
@@ -20,10 +23,11 @@ from .errors import (
     DeviceError,
     MissingDependencyError,
     MmcopyError,
+    PayloadError,
     ReceiveTimeoutError,
 )
 from .host import NumpyDestination, TorchDestination
-from .leases import LeaseOpener
+from .leases import LeaseOpener, LeaseSource
 from .metrics import Counter, Metrics, Stage
 from .parallel import ParallelOptions
 from .pending import PendingReceive
@@ -227,6 +231,37 @@ class Receiver:
                 return pending
         self._opener.release(flat)
         raise ClosedError("the receiver is closed")
+
+    def view(self, item: TensorData) -> np.ndarray[Any, Any]:
+        """A lease's own memory as a read-only numpy array, on device ``"cpu"``: nothing is copied.
+
+        The lease is held until the array, and every array made from it, is gone; copy what is to be kept for long, the
+        sender waits for its memory. Blocks until the sender has written all, ``timeout_s`` at most. What is no lease is
+        refused and left as it is (:class:`PayloadError`), as on another device (:class:`DeviceError`); otherwise raises
+        as :meth:`receive`.
+        """
+        self._check_process()
+        if self.device != "cpu":
+            raise DeviceError(f"a view is in host memory, this receiver's device is {self.device}: receive it")
+        if item.path != "lease":
+            raise PayloadError(f"{item.dtype} {list(item.shape)} is {item.path}, a view needs a lease: receive it")
+        if self._closed:
+            self._opener.release([item])
+            raise ClosedError("the receiver is closed")
+        sources = self._opener.open_all([item])
+        try:
+            (source,) = sources
+            assert isinstance(source, LeaseSource)
+            memory = source.native
+            source.lease.release_when_dropped()
+            source.is_kept = True
+        except MmcopyError as error:
+            self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
+            raise
+        finally:
+            self._opener.close(sources, "released")
+        self._count([item])
+        return np.frombuffer(memory, numpy_dtype(item.dtype)).reshape(item.shape)
 
     def release(
         self,
