@@ -16,8 +16,11 @@ from mmcopy import (
     Receiver,
     SegmentExistsError,
     SegmentNotFoundError,
+    Sender,
     ShmHandle,
     TensorData,
+    TransportConfig,
+    WorkerSpec,
     _native,
 )
 from mmcopy.fanout import consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
@@ -175,3 +178,33 @@ def test_handles_that_have_no_such_consumer() -> None:
     for consumers in (0, -1, True, 1.0, 100_000):
         with pytest.raises(ConfigError, match="want a whole number, 1 to 99999"):
             link_consumers("/dev/shm", "mmcopy-0123456789abcdef-7", consumers)  # type: ignore[arg-type]
+
+
+def test_a_sender_gives_each_consumer_a_name(shm_dir: pathlib.Path) -> None:
+    with (
+        Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender,
+        Receiver("cpu", framework="numpy", shm_dir=shm_dir) as receiver,
+    ):
+        data = sender.send(SOURCE, consumers=3)
+        assert consumers_of(data.payload) == 3  # type: ignore[arg-type]
+        assert len(names_in(shm_dir)) == 3
+        for consumer in (2, 0, 1):
+            assert np.array_equal(receiver.receive(for_consumer(data, consumer)), SOURCE)
+        assert names_in(shm_dir) == set()
+        again = sender.send(SOURCE, consumers=2)
+        receiver.receive(for_consumer(again, 1))
+        assert sender.cancel(again)
+        assert not sender.cancel(again)
+        inline = sender.send(np.empty(0), consumers=2)
+        assert for_consumer(inline, 1) is inline
+        with pytest.raises(ConfigError, match="consumers is 0"):
+            sender.send(SOURCE, consumers=0)
+
+
+def test_workers_that_all_read_it_get_a_segment_when_they_are_counted(shm_dir: pathlib.Path) -> None:
+    both = [WorkerSpec("grpc://127.0.0.1:1"), WorkerSpec("grpc://127.0.0.1:2")]
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender:
+        assert sender.send(SOURCE, worker=both).path == "inline"
+        data = sender.send(SOURCE, worker=both, consumers=2)
+        assert data.path == "segment"
+        assert sender.cancel(data)

@@ -51,10 +51,11 @@ _BY_ERRNO: dict[int | None, type[MmcopyError]] = {
 def for_consumer(data: TensorData, consumer: int) -> TensorData:
     """``data`` as consumer number ``consumer`` has to receive it; number 0 has the handle as it is.
 
-    Inline data is the same for all. Raises :class:`PayloadError` for a segment that was not sent to so many consumers.
+    Inline data is the same for all, and so is a lease, which knows its consumers. Raises :class:`PayloadError` for a
+    segment that was not sent to so many consumers.
     """
     payload = data.payload
-    if not isinstance(payload, ShmHandle):
+    if not isinstance(payload, ShmHandle) or payload.is_lease:
         return data
     consumers = consumers_of(payload)
     if not 0 <= consumer < consumers:

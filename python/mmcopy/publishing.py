@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from .errors import (
     SegmentNotFoundError,
     SegmentPermissionError,
 )
+from .fanout import link_consumers, owner_id_for, unlink_consumers
 from .metrics import Counter, Metrics
 from .outstanding import Outstanding
 from .policy import ENDPOINT_LABEL
@@ -54,9 +56,15 @@ class Publisher:
         self._is_forked = False
 
     def segment(
-        self, flat: FlatArray, dtype: str, delivery: Delivery, *, is_gone: Callable[[WorkerSpec], bool]
+        self,
+        flat: FlatArray,
+        dtype: str,
+        delivery: Delivery,
+        *,
+        is_gone: Callable[[WorkerSpec], bool],
+        consumers: int = 1,
     ) -> tuple[ShmHandle, None] | tuple[None, Reason]:
-        """Write a segment; or why there is none, which is counted and logged."""
+        """Write a segment, with a name for each consumer; or why there is none, which is counted and logged."""
         try:
             owner = self._owned()
             name = owner.next_name()
@@ -68,20 +76,30 @@ class Publisher:
                 dst_dtype=dtype,
                 num_threads=self._num_threads,
             )
+            if consumers > 1:
+                self._link(name, consumers)
         except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
             reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
             self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=delivery.runtime)
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)
             return None, reason
         # Several receivers: one of them gets it, and nobody says here which.
-        if len(delivery.receivers) == 1:
+        if len(delivery.receivers) == 1 and consumers == 1:
             worker = delivery.receivers[0]
             noted = self.outstanding.add(worker.url, name, socket=worker.labels.get(ENDPOINT_LABEL, ""))
             if not noted or is_gone(worker):  # it went while this was written
                 self.outstanding.discard(name)
                 self.take_back([name])
                 return None, Reason.WORKER_GONE
-        return ShmHandle(name, 0, written, f"mmcopy:{owner.instance_id}"), None
+        return ShmHandle(name, 0, written, owner_id_for(owner.instance_id, consumers)), None
+
+    def _link(self, name: str, consumers: int) -> None:
+        try:
+            link_consumers(self._shm_dir, name, consumers)
+        except BaseException:
+            with contextlib.suppress(MmcopyError):
+                _native.unlink_segment(self._shm_dir, name)
+            raise
 
     def inline(self, flat: FlatArray, dtype: str, nbytes: int) -> Inline:
         """The bytes for the message. Raises :class:`InlineTooLargeError`."""
@@ -97,16 +115,16 @@ class Publisher:
         _native.cast_into(flat.data, flat.dtype, cast, dtype, num_threads=self._num_threads)
         return Inline(cast)
 
-    def cancel(self, name: str) -> bool:
-        """Remove a segment that was not handed over. True when it was still there; False in a forked child: it is the
-        parent's."""
+    def cancel(self, handle: ShmHandle) -> bool:
+        """Remove a segment that was not handed over, from all its consumers. True when it was still there; False in a
+        forked child: it is the parent's."""
         if self._is_forked:
             return False
-        self.outstanding.discard(name)
-        removed = _native.unlink_segment(self._shm_dir, name)
+        self.outstanding.discard(handle.name)
+        removed = unlink_consumers(self._shm_dir, handle)
         if removed:
-            self._metrics.count(Counter.SEGMENTS_REMOVED, "cancelled")
-        return removed
+            self._metrics.count(Counter.SEGMENTS_REMOVED, "cancelled", removed)
+        return removed > 0
 
     def take_back(self, names: Sequence[str]) -> int:
         """Remove segments whose worker has gone; how many were there."""

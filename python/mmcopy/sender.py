@@ -24,6 +24,7 @@ from .arrays import FlatArray, flatten, numpy_dtype
 from .config import (
     Choice,
     Delivery,
+    Reason,
     Route,
     Sharing,
     TransportConfig,
@@ -150,10 +151,14 @@ class Sender:
         """Which way :meth:`send` would take with ``nbytes`` bytes for ``worker``, and why."""
         return self._policy.choose(self._policy.delivery(worker), nbytes)
 
-    def send(self, array: object, *, dtype: str | None = None, worker: Target = None) -> TensorData:
+    def send(self, array: object, *, dtype: str | None = None, worker: Target = None, consumers: int = 1) -> TensorData:
         """Publish ``array`` for ``worker`` and return what goes into its message.
 
         ``worker``: one, several that all read this very tensor, or a decision of :meth:`route`.
+
+        ``consumers``: how many receivers read it, each in its own time and on its own. A lease serves all of
+        ``worker``'s by one handle. A segment gets a name for each: number ``n`` receives
+        ``mmcopy.fanout.for_consumer(data, n)``.
 
         ``array``: numpy, a torch CPU tensor, DLPack or the buffer protocol, any strides; it arrives C-contiguous in
         its shape, 0-d and empty included. ``dtype`` casts on the way (the pairs in ``mmcopy.CASTS``). Blocks until
@@ -163,8 +168,9 @@ class Sender:
         :class:`InlineTooLargeError`, :class:`ClosedError`, :class:`ConfigError` (``worker`` is none).
         """
         self._publisher.check_open()
+        parse_count(consumers, setting="Sender.send consumers")
         delivery = self._policy.delivery(worker)
-        return self._send(_look_at(array, dtype), delivery)
+        return self._send(_look_at(array, dtype), delivery, consumers=consumers)
 
     @overload
     def send_many(
@@ -248,7 +254,7 @@ class Sender:
             return False
         if handle.is_lease:
             return self._arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        return self._publisher.cancel(handle.name)
+        return self._publisher.cancel(handle)
 
     @contextlib.contextmanager
     def guard(self, *data: TensorData) -> Iterator[None]:
@@ -328,17 +334,23 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _send(self, out: _Outgoing, delivery: Delivery) -> TensorData:
+    def _send(self, out: _Outgoing, delivery: Delivery, *, consumers: int = 1) -> TensorData:
         choice = self._policy.choose(delivery, out.nbytes)
         if choice.path == "lease":
-            writers = self._arena.take([out.nbytes], self._policy.consumers(delivery))
+            numbers = self._policy.consumers(delivery)
+            # To more consumers than it has marks for, a lease would be gone before the last has come.
+            writers = self._arena.take([out.nbytes], numbers) if consumers <= max(1, len(numbers)) else None
             if writers is not None:
                 self._write(writers[0], out)
                 return self._sent(out, _handle(writers[0]), delivery)
         payload: Inline | ShmHandle | None = None
         reason = delivery.reason if choice.path == "lease" else choice.reason
+        if reason is Reason.SEVERAL_READERS and consumers == len(delivery.receivers):
+            reason = None  # each has a name of its own
         if reason is None:
-            payload, reason = self._publisher.segment(out.flat, out.dtype, delivery, is_gone=self._policy.is_gone)
+            payload, reason = self._publisher.segment(
+                out.flat, out.dtype, delivery, is_gone=self._policy.is_gone, consumers=consumers
+            )
         if reason is not None and reason.is_fallback:
             self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
         return self._sent(out, payload or self._publisher.inline(out.flat, out.dtype, out.nbytes), delivery)
