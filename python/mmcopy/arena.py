@@ -66,18 +66,16 @@ class SenderArena:
         self._metrics.count(Counter.ARENA_HAND_OVERS, "ok")
         return consumer
 
-    def take(
-        self, sizes: Sequence[int], consumers: Sequence[int], *, wait_s: float | None = None
-    ) -> list[_native.LeaseWriter] | None:
+    def take(self, sizes: Sequence[int], consumers: Sequence[int]) -> list[_native.LeaseWriter] | None:
         """Leases side by side, one a size, for all of ``consumers``; None, and counted why, when there are none.
 
-        Blocks, without the GIL, while the arena is full, ``wait_s`` at most (None: as the sender was told).
+        Blocks, without the GIL, while the arena is full, as long as the sender was told at most.
         """
         arena = self._arena
         if arena is None:
             return None
         try:
-            return arena.take(list(sizes), list(consumers), timeout_s=self._wait_s if wait_s is None else wait_s)
+            return arena.take(list(sizes), list(consumers), timeout_s=self._wait_s)
         except ArenaFullError as error:
             self._metrics.count(Counter.LEASE_FALLBACKS, "full")
             _log.info("no lease: %s", error)
