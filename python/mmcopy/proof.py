@@ -312,11 +312,14 @@ class Prover:
                 self._note(known, link, started, proved=proved, gone=gone, reason=reason)
             elif link is not None:  # it was forgotten meanwhile, or all were
                 link.close()
-            known.asking = False
         self._report_gone(known)
         known.answered.set()
-        self._offer(known)
-        known.settled.set()
+        try:
+            self._offer(known)
+        finally:
+            with self._lock:
+                known.asking = False  # only now: an offer that is due would be a reason to ask again
+            known.settled.set()
 
     def _offer(self, known: _Worker) -> None:
         with self._lock:
