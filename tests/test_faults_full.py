@@ -82,8 +82,8 @@ def test_full_for_longer_than_the_wait_and_no_shared_memory_either(house: House)
         away.rename(house.shm_dir)
     assert [told["path"] for told in tolds] == ["lease", "lease", "segment", "inline", "inline", "inline"]
     counted = sender.ask("metrics")
-    # The group waits once together, then each of it for itself.
-    assert counted["lease_fallbacks"] == {"full": 5}
+    # The group waits once, together.
+    assert counted["lease_fallbacks"] == {"full": 3}
     assert counted["shm_write_failures"] == counted["inline_fallbacks"] == {"not_found": 3}
     assert worker.receive(*tolds, seeds=[0, 1, 2, 3, 4, 5])
     assert sender.uses_leases(worker)

@@ -241,6 +241,19 @@ def test_a_view_is_the_memory_itself_and_holds_the_lease(sender: Sender, side: S
         side.receiver.view(cancelled)
 
 
+def test_a_request_that_finds_no_room_waits_once_and_goes_by_segments(
+    side: Side, segments: Callable[[], list[str]]
+) -> None:
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB, arena_wait_s=0.05) as sender:
+        sender.prove(side.spec, timeout_s=20)
+        held = sender.send(random_bytes(2 * MIB - 4096), worker=side.spec)
+        sent = sender.send_many([random_bytes(MIB, n) for n in range(8)], worker=side.spec)
+        assert held.path == "lease"
+        assert {data.path for data in sent} == {"segment"}
+        assert sender.metrics.get(Counter.LEASE_FALLBACKS, "full") == 1
+        side.receiver.receive([held, *sent])
+
+
 def test_bad_handles_are_typed_errors_and_harm_no_other_lease(sender: Sender, side: Side) -> None:
     data = sender.send(random_bytes(1000), worker=side.spec)
     handle = data.payload

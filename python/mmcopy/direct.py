@@ -9,6 +9,7 @@ event stands behind the copies, and a thread writes the marks when it has happen
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from .plan import ALIGN_BYTES
 from .ring import CopyEvent
 
 __all__ = ["DirectCopies", "Run", "merge_runs"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_STREAM_MARKS = 16
 _POLL_S = 50e-6
@@ -70,9 +73,8 @@ def merge_runs(runs: Sequence[Run], *, max_gap_bytes: int) -> list[Run]:
 class DirectCopies:
     """Queues direct copies and marks on one link. Several threads may use it at once."""
 
-    def __init__(self, link: DirectLink, *, device: str, metrics: Metrics) -> None:
+    def __init__(self, link: DirectLink, *, metrics: Metrics) -> None:
         self._link = link
-        self._device = device
         self._metrics = metrics
         self._changed = threading.Condition()
         self._behind: deque[tuple[CopyEvent, Sequence[LeaseSource]]] = deque()
@@ -163,8 +165,11 @@ class DirectCopies:
                 if not self._behind:
                     return
                 event, sources = self._behind[0]
-            while not event.query():
-                time.sleep(_POLL_S)
+            try:
+                while not event.query():
+                    time.sleep(_POLL_S)
+            except Exception:  # the device is broken: no copy reads the leases any more
+                _log.exception("asking for the end of copies out of an arena")
             self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in sources))
             with self._changed:
                 self._behind.popleft()

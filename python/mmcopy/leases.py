@@ -101,12 +101,12 @@ class LeaseRequest:
 
     def open(self, data: TensorData, handle: ShmHandle) -> LeaseSource:
         """Claim a lease. Never blocks. Raises a :class:`LeaseError`, or :class:`ClosedError`."""
-        found = self._arenas.get(handle.name[_ARENA_ID])
-        arena, start = found if found is not None else self._find(handle)
+        arena, start = self._arenas.get(handle.name[_ARENA_ID]) or self.find(handle)
         lease = arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id)
         return LeaseSource(data, arena, lease, start + handle.offset, deadline=self._deadline, metrics=self._metrics)
 
-    def _find(self, handle: ShmHandle) -> tuple[_native.ArenaMap, int]:
+    def find(self, handle: ShmHandle) -> tuple[_native.ArenaMap, int]:
+        """The arena that a handle names, and where its data begins. Raises as :meth:`open`."""
         arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
         arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
         if arena is None:
@@ -131,9 +131,8 @@ class LeaseOpener:
     def release(self, handle: ShmHandle) -> bool:
         """Claim a lease and let go of it, unread; False when there is nothing to let go of. Never raises."""
         try:
-            arena_id = _native.lease_arena_id(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-            arena = None if self._endpoint is None else self._endpoint.find_arena(arena_id)
-            if arena is None or not arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id).release():
+            arena, _ = self.request().find(handle)
+            if not arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id).release():
                 return False
         except MmcopyError as error:
             _log.debug("nothing to release for lease %r: %s", handle.name, error)

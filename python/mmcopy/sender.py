@@ -334,9 +334,9 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _send(self, out: _Outgoing, delivery: Delivery, *, consumers: int = 1) -> TensorData:
+    def _send(self, out: _Outgoing, delivery: Delivery, *, consumers: int = 1, may_lease: bool = True) -> TensorData:
         choice = self._policy.choose(delivery, out.nbytes)
-        if choice.path == "lease":
+        if choice.path == "lease" and may_lease:
             numbers = self._policy.consumers(delivery)
             # To more consumers than it has marks for, a lease would be gone before the last has come.
             writers = self._arena.take([out.nbytes], numbers) if consumers <= max(1, len(numbers)) else None
@@ -369,8 +369,10 @@ class Sender:
                 self._write(writer, outgoing[n])
                 sent[n] = self._sent(outgoing[n], _handle(writer), delivery)
             for n, out in enumerate(outgoing):
-                if n not in sent:
-                    sent[n] = self._send(out, delivery)
+                if (
+                    n not in sent
+                ):  # where the group found no room in time, its members do not wait again, each by itself
+                    sent[n] = self._send(out, delivery, may_lease=n not in grouped)
         except BaseException:
             for data in sent.values():
                 with contextlib.suppress(MmcopyError):

@@ -18,7 +18,7 @@ from .paths import Leases, Path, Role, Segments, arena_bytes_for, free_bytes
 from .peer import Limit, Peer, Receive, digest
 from .place import CudaPlace, HostPlace
 from .plan import Case, Effort, check_space, turn
-from .report import Row, median_and_iqr, rows_of
+from .report import Row, case_table, median_and_iqr, rows_of
 from .table import Table, time_text
 
 __all__ = ["E2eResult", "e2e_notes", "e2e_table", "run_e2e"]
@@ -93,25 +93,19 @@ def run_e2e(
 
 def e2e_table(result: E2eResult) -> Table:
     """One group a case, one row a path."""
-    table = Table(("tensors", "path", "end to end", "IQR", "GB/s", "versus", "receiving", "CPU s/GiB"), left=2)
-    before: Case | None = None
-    for row in result.rows:
-        case = Case(row.nbytes, row.count)
-        if before is not None and case != before:
-            table.end_group()
-        table.add(
-            "" if case == before else case.label,
-            row.path,
-            time_text(row.median_s),
-            time_text(row.iqr_s),
-            f"{row.gbps:.2f}",
-            f"{row.versus:.2f}x",
-            time_text(row.receive_s),
-            f"{row.consumer_cpu_s_per_gib:.3f}",
-            strong=result.roles[row.path] is Role.OURS,
-        )
-        before = case
-    return table
+    columns = ("end to end", "IQR", "GB/s", "versus", "receiving", "CPU s/GiB")
+    return case_table(columns, result.rows, _cells, result.roles)
+
+
+def _cells(row: E2eRow) -> tuple[str, ...]:
+    return (
+        time_text(row.median_s),
+        time_text(row.iqr_s),
+        f"{row.gbps:.2f}",
+        f"{row.versus:.2f}x",
+        time_text(row.receive_s),
+        f"{row.consumer_cpu_s_per_gib:.3f}",
+    )
 
 
 def e2e_notes(result: E2eResult) -> str:

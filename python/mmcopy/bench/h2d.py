@@ -17,7 +17,7 @@ from .machine import describe
 from .paths import Role, arena_bytes_for, free_bytes, h2d_paths
 from .place import framework_for, place_for
 from .plan import Case, Effort, check_space
-from .report import Row, rows_of
+from .report import Row, case_table, rows_of
 from .table import Table, time_text
 from .timing import measure
 
@@ -91,24 +91,18 @@ def run_h2d(
 
 def h2d_table(result: H2dResult) -> Table:
     """One group a case, one row a path."""
-    table = Table(("tensors", "path", "median", "IQR", "GB/s", "of limit", "versus"), left=2)
-    before: Case | None = None
-    for row in result.rows:
-        case = Case(row.nbytes, row.count)
-        if before is not None and case != before:
-            table.end_group()
-        table.add(
-            "" if case == before else case.label,
-            row.path,
-            time_text(row.median_s),
-            time_text(row.iqr_s),
-            f"{row.gbps:.2f}",
-            f"{row.of_limit:.2f}",
-            f"{row.versus:.2f}x",
-            strong=result.roles[row.path] is Role.OURS,
-        )
-        before = case
-    return table
+    columns = ("median", "IQR", "GB/s", "of limit", "versus")
+    return case_table(columns, result.rows, _cells, result.roles)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        time_text(row.median_s),
+        time_text(row.iqr_s),
+        f"{row.gbps:.2f}",
+        f"{row.of_limit:.2f}",
+        f"{row.versus:.2f}x",
+    )
 
 
 def h2d_notes(result: H2dResult) -> str:

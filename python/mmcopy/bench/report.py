@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from .paths import Path, Role
 from .plan import Case
+from .table import Table
 
-__all__ = ["Row", "as_records", "median_and_iqr", "rows_of"]
+__all__ = ["Row", "as_records", "case_table", "median_and_iqr", "rows_of"]
+
+R = TypeVar("R", bound="Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,22 @@ def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[fl
         )
         for name, (median, iqr) in timed.items()
     ]
+
+
+def case_table(
+    columns: tuple[str, ...], rows: Sequence[R], cells: Callable[[R], Sequence[str]], roles: Mapping[str, Role]
+) -> Table:
+    """One group a case, one row a path: the case, the path, and ``cells``."""
+    table = Table(("tensors", "path", *columns), left=2)
+    before: Case | None = None
+    for row in rows:
+        case = Case(row.nbytes, row.count)
+        if before is not None and case != before:
+            table.end_group()
+        label = "" if case == before else case.label
+        table.add(label, row.path, *cells(row), strong=roles[row.path] is Role.OURS)
+        before = case
+    return table
 
 
 def as_records(rows: Sequence[Row]) -> list[dict[str, str | int | float]]:
