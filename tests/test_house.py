@@ -43,7 +43,6 @@ FLOOR = {
     "pipeline": 4,
     "proof": 4,
     "publishing": 4,
-    "registered": 4,
     "cuda": 5,
     "host": 5,
     "parallel": 5,

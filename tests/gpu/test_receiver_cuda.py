@@ -368,7 +368,7 @@ def test_a_ring_larger_than_memory_is_smaller_with_a_warning(
 ) -> None:
     import cupy
 
-    monkeypatch.setattr("mmcopy.cuda._available_bytes", lambda: 40 * SLOT)  # half of that would be pinned
+    monkeypatch.setattr("mmcopy.cuda.pinned._available_bytes", lambda: 40 * SLOT)  # half of that would be pinned
     pinned = cupy.cuda.PinnedMemory
 
     def refuse_large(nbytes: int) -> Any:

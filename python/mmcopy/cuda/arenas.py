@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import _native
-from .endpoint import WorkerEndpoint
-from .errors import MmcopyError
-from .ring import CopyEvent
+from mmcopy import _native
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.errors import MmcopyError
+from mmcopy.ring import CopyEvent
 
 __all__ = ["ArenaRegistry"]
 

@@ -6,112 +6,32 @@ Everything is given its device index; no other device is touched.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+from mmcopy import _native
+from mmcopy.direct import DirectCopies
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.errors import DeviceError, DeviceMemoryError
+from mmcopy.leases import LeaseSource
+from mmcopy.metrics import Metrics
+from mmcopy.packed import views_into
+from mmcopy.pipeline import Filling, Pipeline
+from mmcopy.plan import ALIGN_BYTES, chunk_bytes_for, layout, plan_packed, plan_scattered, plan_window
+from mmcopy.ring import Slot, StagingRing, wait_for_event
+from mmcopy.sources import Described, Source
 
-from . import _native
-from .direct import DirectCopies
-from .endpoint import WorkerEndpoint
-from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
-from .leases import LeaseSource
-from .metrics import Metrics
-from .packed import views_into
-from .pipeline import Filling, Pipeline
-from .plan import ALIGN_BYTES, chunk_bytes_for, layout, plan_packed, plan_scattered, plan_window
-from .registered import ArenaRegistry
-from .ring import Slot, StagingRing, wait_for_event
-from .sources import ByteArray, Described, Source
+from .arenas import ArenaRegistry
+from .pinned import allocate_slots
+from .runtime import find_runtime
+from .stream import CopyStream, Event
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaDestination"]
-
-_log = logging.getLogger(__name__)
-
-_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming
-
-
-class _Event:
-    """A CUDA event without timing. Destroyed with this object; CUDA defers that until it has happened."""
-
-    __slots__ = ("_destroy", "_query", "pointer")
-
-    def __init__(self, runtime: Any) -> None:
-        self.pointer: int = runtime.eventCreateWithFlags(_EVENT_DISABLE_TIMING)
-        self._query = runtime.eventQuery
-        self._destroy = runtime.eventDestroy
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end the context may be gone
-            self._destroy(self.pointer)
-
-    def query(self) -> bool:
-        return bool(self._query(self.pointer) == 0)  # 600 is cudaErrorNotReady
-
-
-class _CopyStream:
-    """The stream that all host-to-device copies of one receiver run on."""
-
-    def __init__(self, torch: Any, runtime: Any, device_index: int) -> None:
-        self.stream = torch.cuda.Stream(device_index)
-        self._device_index = device_index
-        self._pointer: int = self.stream.cuda_stream
-        self._runtime = runtime
-        self._host_to_device = runtime.memcpyHostToDevice
-        self._order = threading.Lock()
-        self._event = _Event(runtime)
-        self._driver = _driver()
-        self._driver_stream = None if self._driver is None else self._driver.CUstream(self._pointer)
-
-    def copy(self, dst: int, src: int, nbytes: int) -> None:
-        self._runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
-
-    def mark(self, slot: Slot) -> None:
-        self._runtime.eventRecord(slot.event.pointer, self._pointer)  # type: ignore[attr-defined]
-        slot.copying = True
-
-    def write_word(self, address: int, value: int) -> bool:
-        """Write 32 bits to registered host memory behind what is queued; False where the driver cannot."""
-        if self._driver is None:
-            return False
-        driver = self._driver
-        (result,) = driver.cuStreamWriteValue32(self._driver_stream, driver.CUdeviceptr(address), value, 0)
-        if int(result) != 0:
-            self._driver = None
-            _log.warning("the driver refuses to write marks from a stream (%s): the host writes them", result)
-            return False
-        return True
-
-    def bind_thread(self) -> None:
-        """Make the device the calling thread's: without it a call could make a context on another."""
-        self._runtime.setDevice(self._device_index)
-
-    def new_event(self) -> _Event:
-        """A new event behind what is queued."""
-        event = _Event(self._runtime)
-        self._runtime.eventRecord(event.pointer, self._pointer)
-        return event
-
-    def wait_for(self, stream: int) -> None:
-        """What is queued here from now on runs after what is on ``stream``."""
-        self._edge(stream, self._pointer)
-
-    def release(self, stream: int) -> None:
-        """What is queued on ``stream`` from now on runs after the copies that are queued here."""
-        self._edge(self._pointer, stream)
-
-    def _edge(self, first: int, second: int) -> None:
-        with self._order:  # record and wait belong together: one event serves all receives
-            self._runtime.eventRecord(self._event.pointer, first)
-            self._runtime.streamWaitEvent(second, self._event.pointer)
 
 
 class CudaDestination:
@@ -131,7 +51,7 @@ class CudaDestination:
         metrics: Metrics,
         endpoint: WorkerEndpoint | None = None,
     ) -> None:
-        torch, runtime = _require(device_index)
+        torch, runtime = find_runtime(device_index)
         self._torch = torch
         self._runtime = runtime
         self._index = device_index
@@ -139,9 +59,9 @@ class CudaDestination:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         with torch.cuda.device(device_index):
-            self._copy_stream = _CopyStream(torch, runtime, device_index)
-            memory = _pinned(max(2, math.ceil(staging_bytes / slot_bytes)), slot_bytes)
-            self._ring = StagingRing([Slot(buffer, _Event(runtime)) for buffer in memory])
+            self._copy_stream = CopyStream(torch, runtime, device_index)
+            memory = allocate_slots(max(2, math.ceil(staging_bytes / slot_bytes)), slot_bytes)
+            self._ring = StagingRing([Slot(buffer, Event(runtime)) for buffer in memory])
         self._pool = _native.CopyPool(num_threads)
         name = str(self._device)
         self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=name, metrics=metrics)
@@ -364,70 +284,3 @@ class CudaDestination:
         return DeviceMemoryError(
             f"cuda:{self._index} has no room for {what}: wanted {nbytes} bytes, {free} of {total} free"
         )
-
-
-def _require(device_index: int) -> tuple[Any, Any]:
-    """torch and cupy's CUDA runtime, once both are importable and the device exists."""
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "CUDA devices need torch and cupy: pip install 'mmcopy[cuda13]' (or cuda12)"
-        ) from error
-    if not torch.cuda.is_available():
-        raise DeviceError(f"cuda:{device_index} was asked for, but torch {torch.__version__} finds no CUDA device")
-    count = torch.cuda.device_count()
-    if not 0 <= device_index < count:
-        raise DeviceError(f"cuda:{device_index} does not exist: torch finds {count} CUDA devices")
-    try:
-        from cupy.cuda import runtime
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"CUDA devices need cupy for CUDA {torch.version.cuda}: pip install 'mmcopy[cuda13]' (or cuda12)"
-        ) from error
-    return torch, runtime
-
-
-def _driver() -> Any:
-    """CUDA's driver interface, which comes with torch; None without it."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        return None
-    return driver
-
-
-def _pinned(num_slots: int, slot_bytes: int) -> list[ByteArray]:
-    """Page-locked slots from one cudaHostAlloc; freed with the last array that refers to it.
-
-    Where the system refuses, or has too little memory, half as many are tried, down to two, with one warning.
-    """
-    from cupy.cuda import PinnedMemory, PinnedMemoryPointer, runtime
-
-    wanted = num_slots
-    # Pinning more than there is would not fail: it would have the system kill a process, perhaps this one.
-    num_slots = max(2, min(num_slots, _available_bytes() // 2 // slot_bytes))
-    while True:
-        try:
-            memory = PinnedMemoryPointer(PinnedMemory(num_slots * slot_bytes), 0)
-            break
-        except runtime.CUDARuntimeError as error:
-            if num_slots <= 2:
-                raise DeviceError(f"cannot pin {num_slots} slots of {slot_bytes} bytes: {error}") from error
-            num_slots = max(2, num_slots // 2)
-    if num_slots < wanted:
-        _log.warning(
-            "pinned %d bytes of staging memory, %d were asked for: the system refuses more (see `mmcopy doctor`)",
-            num_slots * slot_bytes,
-            wanted * slot_bytes,
-        )
-    whole: ByteArray = np.frombuffer(memory, np.uint8, num_slots * slot_bytes)
-    return [whole[start : start + slot_bytes] for start in range(0, len(whole), slot_bytes)]
-
-
-def _available_bytes() -> int:
-    """Memory that could be used without swapping, as the kernel estimates it."""
-    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
