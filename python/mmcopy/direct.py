@@ -1,10 +1,10 @@
 """Copies to the device straight out of registered arenas, with the mark behind them that gives the lease back.
 
 Nothing is staged: the H2D reads what the sender wrote. Leases that lie side by side in the arena as their tensors do in
-the destination are one copy. A lease that is still being written is followed: as the watermark passes a step, that
-step is copied. Behind the last copy the copy stream itself writes each lease's mark, which its sender reads, so that
-nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where the driver refuses such writes, an
-event stands behind the copies, and a thread writes the marks when it has happened.
+the destination are one copy; scattered ones are queued together. A lease that is still being written is followed: as
+the watermark passes a step, that step is copied. Behind the last copy the copy stream itself writes each lease's mark,
+which its sender reads, so that nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where
+the driver refuses such writes, an event stands behind the copies, and a thread writes the marks when it has happened.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Run(NamedTuple):
 class DirectLink(Protocol):
     """A device's copy stream, as far as it is needed here."""
 
-    def copy(self, dst: int, src: int, nbytes: int) -> None: ...
+    def copy_all(self, runs: Sequence[Run]) -> None:
+        """Queue copies, in any order among themselves."""
 
     def write_word(self, address: int, value: int) -> bool:
         """Let the stream write 32 bits to registered memory, behind what is queued; False where it cannot."""
@@ -107,8 +108,7 @@ class DirectCopies:
                     begun.append(source)
                 else:
                     growing.append((source, dest))
-            for run in merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0):
-                self._link.copy(*run)
+            self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
             when_queued()
             for source, dest in growing:
                 begun.append(source)
@@ -130,7 +130,7 @@ class DirectCopies:
         step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, nbytes // _STEPS))
         while done < nbytes:
             there = source.wait(min(nbytes, done + step))
-            self._link.copy(dest + done, source.address + done, there - done)
+            self._link.copy_all([Run(dest + done, source.address + done, there - done)])
             done = there
 
     def _mark(self, sources: Sequence[LeaseSource]) -> None:

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from mmcopy import (
     TransportConfig,
     WorkerSpec,
 )
+from mmcopy.cuda import registration
+from mmcopy.direct import Run
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.metrics import Counter
 from tests.conftest import settle
@@ -99,13 +101,13 @@ def test_one_request_is_one_copy(
 ) -> None:
     copies: list[int] = []
     stream = destination(receiver)._copy_stream
-    copy = type(stream).copy
+    copy_all = type(stream).copy_all
 
-    def counted(self: Any, dst: int, src: int, nbytes: int) -> None:
-        copies.append(nbytes)
-        copy(self, dst, src, nbytes)
+    def counted(self: Any, runs: Sequence[Run]) -> None:
+        copies.extend(run.nbytes for run in runs)
+        copy_all(self, runs)
 
-    monkeypatch.setattr(type(stream), "copy", counted)
+    monkeypatch.setattr(type(stream), "copy_all", counted)
     sources = [random_bytes(65536 + 8 * n, n) for n in range(64)]
     tensors = receiver.receive(sender.send_many(sources, worker=worker))
     assert [raw(t) for t in tensors] == [s.tobytes() for s in sources]
@@ -115,6 +117,94 @@ def test_one_request_is_one_copy(
     receiver.receive(sender.send_many(sources[::-1], worker=worker), out=out[::-1])
     assert [raw(t) for t in out] == [s.tobytes() for s in sources]
     assert sum(copies) == sum(len(s) for s in sources)  # nothing between caller's tensors was written
+
+
+@pytest.mark.parametrize("num_tensors", [3, 4, 5, 300])
+def test_scattered_leases(
+    sender: Sender, receiver: Receiver, worker: WorkerSpec, num_tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[bool] = []
+    stream = destination(receiver)._copy_stream
+    copy_batch = type(stream)._copy_batch
+
+    def noted(self: Any, runs: Sequence[Run]) -> bool:
+        batches.append(copy_batch(self, runs))
+        return batches[-1]
+
+    monkeypatch.setattr(type(stream), "_copy_batch", noted)
+    order = np.random.default_rng(5).permutation(num_tensors)
+    sources = [random_bytes(65536 + int(n), int(n)) for n in order]
+    sent = {int(n): sender.send(sources[int(n)], worker=worker) for n in order}
+    for out in (False, True):
+        items = [sent[n] for n in range(num_tensors)]
+        tensors = receiver.receive(items, out=[destination_like(s) for s in sources] if out else None)
+        assert [raw(t) for t in tensors] == [s.tobytes() for s in sources]
+        sent = {int(n): sender.send(sources[int(n)], worker=worker) for n in order}
+    assert receiver.release(list(sent.values())) == num_tensors
+    if num_tensors == 300:
+        assert batches == [True, True]
+    assert all(batches)
+
+
+def test_a_driver_that_refuses_batches_gets_single_copies(
+    sender: Sender, receiver: Receiver, worker: WorkerSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = destination(receiver)._copy_stream
+    stream._driver = Replacing(stream._driver, cuMemcpyBatchAsync=lambda *_: (801,))  # CUDA_ERROR_NOT_SUPPORTED
+    with caplog.at_level(logging.WARNING):
+        for seed in range(2):
+            sources = [random_bytes(65536, seed * 10 + n) for n in range(8)]
+            items = [sender.send(source, worker=worker) for source in sources]
+            assert [raw(t) for t in receiver.receive(items[::-1])] == [s.tobytes() for s in sources[::-1]]
+    assert len([r for r in caplog.records if "one by one" in r.getMessage()]) == 1
+
+
+def test_an_arena_in_several_parts(
+    endpoint: WorkerEndpoint, receiver: Receiver, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that reach over the edges of registrations, one by one, in batches and as they are written."""
+    monkeypatch.setattr(registration, "PART_BYTES", MIB)
+    with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
+        sender.prove(worker, timeout_s=20)
+        for nbytes in EDGES:
+            source = random_bytes(nbytes, nbytes)
+            assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
+        sources = [random_bytes(700_001, n) for n in range(40)]
+        items = [sender.send(source, worker=worker) for source in sources]
+        assert [raw(t) for t in receiver.receive(items[::-1])] == [s.tobytes() for s in sources[::-1]]
+        sending = sender.send_streaming(random_bytes(20 * MIB, 1), worker=worker)
+        assert raw(receiver.receive(sending.data)) == random_bytes(20 * MIB, 1).tobytes()
+        sending.wait(20)
+        (known,) = destination(receiver)._arenas._known.values()
+        assert len(known.data) >= 64
+        assert settle(lambda: sender.leases_out == 0)
+
+
+def test_what_was_registered_before_a_refusal_is_let_go(
+    endpoint: WorkerEndpoint, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy.cuda import runtime
+
+    monkeypatch.setattr(registration, "PART_BYTES", MIB)
+    registered: list[tuple[int, int]] = []
+
+    def refuse_the_fourth(address: int, nbytes: int, flags: int) -> None:
+        if len(registered) == 3:
+            raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
+        runtime.hostRegister(address, nbytes, flags)
+        registered.append((address, nbytes))
+
+    with Receiver("cuda:0", endpoint=endpoint) as receiver, Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
+        arenas = destination(receiver)._arenas
+        monkeypatch.setattr(arenas, "_runtime", Replacing(runtime, hostRegister=refuse_the_fourth))
+        sender.prove(worker, timeout_s=20)
+        source = random_bytes(5 * MIB, 1)
+        assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
+        assert arenas.num_registered == 0
+        assert len(registered) == 3
+        for address, nbytes in registered:  # CUDA refuses what is registered already
+            runtime.hostRegister(address, nbytes, 8)  # cudaHostRegisterReadOnly
+            runtime.hostUnregister(address)
 
 
 def test_leases_segments_and_inline_in_one_request(sender: Sender, receiver: Receiver, worker: WorkerSpec) -> None:
@@ -210,7 +300,7 @@ def test_an_arena_that_cannot_be_registered_is_staged_with_one_warning(
         raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
 
     with Receiver("cuda:0", endpoint=endpoint) as receiver:
-        monkeypatch.setattr(destination(receiver)._arenas, "_runtime", Refusing(runtime, refuse))
+        monkeypatch.setattr(destination(receiver)._arenas, "_runtime", Replacing(runtime, hostRegister=refuse))
         with caplog.at_level(logging.WARNING), Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
             sender.prove(worker, timeout_s=20)
             for seed in range(3):
@@ -222,15 +312,21 @@ def test_an_arena_that_cannot_be_registered_is_staged_with_one_warning(
     assert len([r for r in caplog.records if "in place" in r.getMessage()]) == 1
 
 
-class Refusing:
-    """cupy's runtime, but for one call."""
+class Replacing:
+    """A module, but for some of its functions."""
 
-    def __init__(self, runtime: Any, host_register: Callable[..., None]) -> None:
-        self._runtime = runtime
-        self.hostRegister = host_register
+    def __init__(self, module: Any, **functions: Callable[..., Any]) -> None:
+        self._module = module
+        vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
+        return getattr(self._module, name)
+
+
+def destination_like(source: Any) -> Any:
+    import torch
+
+    return torch.empty(source.shape, dtype=torch.uint8, device="cuda:0")
 
 
 SENDER = """

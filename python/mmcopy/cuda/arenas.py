@@ -1,6 +1,6 @@
 """Which arenas the GPU reads in place: each is registered with CUDA once, when its sender hands it over.
 
-A thread waits for arenas, so that registering (0.1 s a GiB) happens before the first receive that needs it, as a rule.
+A thread waits for arenas, so that registering them happens before the first receive that needs it, as a rule.
 An arena whose sender has gone is let go of when nothing reads it any more.
 """
 
@@ -17,6 +17,8 @@ from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError
 from mmcopy.ring import CopyEvent
 
+from .registration import register, unregister
+
 __all__ = ["ArenaRegistry"]
 
 _log = logging.getLogger(__name__)
@@ -24,15 +26,23 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _MAPPED, _READ_ONLY = 2, 8  # cudaHostRegisterMapped, cudaHostRegisterReadOnly
 
+_Parts = list[tuple[int, int]]
+
 
 class _Registered:
-    __slots__ = ("arena", "gone_behind", "has_marks", "works")
+    """An arena and its parts that are registered: none where CUDA refused."""
 
-    def __init__(self, arena: _native.ArenaMap, *, works: bool, has_marks: bool) -> None:
+    __slots__ = ("arena", "data", "gone_behind", "marks")
+
+    def __init__(self, arena: _native.ArenaMap, data: _Parts, marks: _Parts) -> None:
         self.arena = arena  # keeps the mapping
-        self.works = works
-        self.has_marks = has_marks
+        self.data = data
+        self.marks = marks
         self.gone_behind: CopyEvent | None = None
+
+    @property
+    def works(self) -> bool:
+        return bool(self.data)
 
 
 class ArenaRegistry:
@@ -94,7 +104,7 @@ class ArenaRegistry:
         runtime = self._runtime
         with self._on_device():
             try:
-                runtime.hostRegister(arena.data_address, arena.data_nbytes, _READ_ONLY | _MAPPED)
+                data = self._pin(arena.data_address, arena.data_nbytes, _READ_ONLY | _MAPPED)
             except runtime.CUDARuntimeError as error:
                 if not self._warned:
                     self._warned = True
@@ -105,24 +115,21 @@ class ArenaRegistry:
                         arena.data_nbytes,
                         error,
                     )
-                return _Registered(arena, works=False, has_marks=False)
+                return _Registered(arena, [], [])
+            marks: _Parts = []
             try:
-                runtime.hostRegister(arena.marks_address, arena.marks_nbytes, _MAPPED)
-                has_marks = True
+                if data:
+                    marks = self._pin(arena.marks_address, arena.marks_nbytes, _MAPPED)
             except runtime.CUDARuntimeError as error:
-                has_marks = False
                 _log.info("%s cannot write the marks of arena %s: %s", self._device, arena.instance_id, error)
-        return _Registered(arena, works=True, has_marks=has_marks)
+        return _Registered(arena, data, marks)
+
+    def _pin(self, address: int, nbytes: int, flags: int) -> _Parts:
+        return register(self._runtime, address, nbytes, flags, should_stop=lambda: self._stopping)
 
     def _unregister(self, known: _Registered) -> None:
-        addresses = [known.arena.data_address] if known.works else []
-        addresses += [known.arena.marks_address] if known.has_marks else []
-        for address in addresses:
-            try:
-                self._runtime.hostUnregister(address)
-            except self._runtime.CUDARuntimeError as error:
-                _log.warning("%s: letting go of an arena: %s", self._device, error)
-        known.works = known.has_marks = False
+        unregister(self._runtime, [*known.data, *known.marks])
+        known.data, known.marks = [], []
 
     def _watch(self) -> None:
         seen = 0
