@@ -35,27 +35,19 @@ class LeaseSource:
     in this process.
     """
 
-    __slots__ = ("_metrics", "address", "arena", "data", "deadline", "is_kept", "lease", "offset")
+    __slots__ = ("_request", "address", "arena", "data", "is_kept", "lease", "offset")
 
     def __init__(
-        self,
-        data: TensorData,
-        arena: _native.ArenaMap,
-        lease: _native.Lease,
-        address: int,
-        *,
-        deadline: float,
-        metrics: Metrics,
+        self, data: TensorData, arena: _native.ArenaMap, lease: _native.Lease, address: int, request: LeaseRequest
     ) -> None:
         self.data = data
         self.offset = 0
         self.arena = arena
         self.lease = lease
         self.address = address
-        self.deadline = deadline
         self.is_kept = False
         """Somebody else releases it later: copies out of it are still queued."""
-        self._metrics = metrics
+        self._request = request
 
     @property
     def native(self) -> memoryview:
@@ -66,7 +58,7 @@ class LeaseSource:
     def wait(self, upto: int) -> int:
         """Block until ``upto`` bytes are written; how many are. Raises :class:`LeaseAbortedError`,
         :class:`LeaseOwnerGoneError` and, at the receive's limit, :class:`LeaseTimeoutError`."""
-        return self.lease.wait_written(upto, max(0.0, self.deadline - time.monotonic()))
+        return self.lease.wait_written(upto, max(0.0, self._request.deadline - time.monotonic()))
 
     def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
         memory = np.frombuffer(self.lease, np.uint8)
@@ -85,7 +77,7 @@ class LeaseSource:
         try:
             return self.lease.release()
         except MmcopyError as error:
-            self._metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
+            self._request.metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
             _log.warning("could not release lease %s: %s", self.lease.name, error)
             return False
 
@@ -95,15 +87,15 @@ class LeaseRequest:
 
     def __init__(self, endpoint: _native.WorkerEndpoint | None, metrics: Metrics, *, deadline: float) -> None:
         self._endpoint = endpoint
-        self._metrics = metrics
-        self._deadline = deadline
+        self.metrics = metrics
+        self.deadline = deadline
         self._arenas: dict[str, tuple[_native.ArenaMap, int]] = {}
 
     def open(self, data: TensorData, handle: ShmHandle) -> LeaseSource:
         """Claim a lease. Never blocks. Raises a :class:`LeaseError`, or :class:`ClosedError`."""
         arena, start = self._arenas.get(handle.name[_ARENA_ID]) or self.find(handle)
         lease = arena.claim(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        return LeaseSource(data, arena, lease, start + handle.offset, deadline=self._deadline, metrics=self._metrics)
+        return LeaseSource(data, arena, lease, start + handle.offset, self)
 
     def find(self, handle: ShmHandle) -> tuple[_native.ArenaMap, int]:
         """The arena that a handle names, and where its data begins. Raises as :meth:`open`."""

@@ -377,15 +377,14 @@ class Receiver:
         return tensors
 
     def _count(self, received: Iterable[TensorData]) -> None:
-        tensors: dict[str, int] = {}
-        nbytes: dict[str, int] = {}
+        totals: dict[str, tuple[int, int]] = {}
         for item in received:
             path = item.path
-            tensors[path] = tensors.get(path, 0) + 1
-            nbytes[path] = nbytes.get(path, 0) + item.nbytes
-        for path, count in tensors.items():
+            count, nbytes = totals.get(path, (0, 0))
+            totals[path] = count + 1, nbytes + item.nbytes
+        for path, (count, nbytes) in totals.items():
             self.metrics.count(Counter.TENSORS_RECEIVED, path, count)
-            self.metrics.count(Counter.BYTES_RECEIVED, path, nbytes[path])
+            self.metrics.count(Counter.BYTES_RECEIVED, path, nbytes)
 
     def _flatten(
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any

@@ -66,7 +66,7 @@ class ArenaRegistry:
         self._new_event = new_event
         self._device = device
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, int], _Registered] = {}
+        self._known: dict[int, _Registered] = {}  # by the data's address: each keeps its mapping
         self._warned = False
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="mmcopy-arenas", daemon=True)
@@ -91,7 +91,7 @@ class ArenaRegistry:
             self._known.clear()
 
     def _find(self, arena: _native.ArenaMap) -> _Registered:
-        key = (arena.instance_id, arena.data_address)
+        key = arena.data_address
         known = self._known.get(key)
         if known is None:
             with self._lock:

@@ -25,13 +25,16 @@ from mmcopy.sources import Described, Source
 
 from .arenas import ArenaRegistry
 from .pinned import allocate_slots
-from .runtime import find_runtime
+from .runtime import find_current_stream, find_runtime
 from .stream import CopyStream, Event
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaDestination"]
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class CudaDestination:
@@ -53,6 +56,7 @@ class CudaDestination:
     ) -> None:
         torch, runtime = find_runtime(device_index)
         self._torch = torch
+        self._current_stream = find_current_stream(torch)
         self._runtime = runtime
         self._index = device_index
         self._device = torch.device("cuda", device_index)
@@ -87,7 +91,6 @@ class CudaDestination:
         direct = self._in_place(sources) if self._arenas is not None else []
         if direct:
             return self._move_direct(direct, sources, out, while_copying)
-        torch = self._torch
         deadline = time.monotonic() + self._timeout_s
         sizes = tuple(source.data.nbytes for source in sources)
         total = sum(sizes)
@@ -96,15 +99,15 @@ class CudaDestination:
             self._pool.rouse(-(-total // chunk_bytes) - 1)  # they wake while the rest is made ready
         plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
         if not plan.num_chunks:
-            with torch.cuda.device(self._index):
+            with self._on_device():
                 while_copying()
-                return self._allocate(plan.dest_nbytes, plan.starts, sources)[0] if out is None else list(out)
-        with (
-            torch.cuda.device(self._index),
-            self._pipeline.begin(plan, sources, deadline=deadline) as filling,
-        ):
+                if out is not None:
+                    return list(out)
+                return _tensors(self._allocate(plan.dest_nbytes, sources), plan.starts, sources)
+        with self._on_device(), self._pipeline.begin(plan, sources, deadline=deadline) as filling:
             if out is None:
-                tensors, addresses = self._allocate(plan.dest_nbytes, plan.starts, sources)
+                base = self._allocate(plan.dest_nbytes, sources)
+                tensors, addresses = _tensors(base, plan.starts, sources), [base.data_ptr()]
             else:
                 tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
             self._send(filling, addresses, while_copying=while_copying)
@@ -131,11 +134,32 @@ class CudaDestination:
         out: Sequence[torch.Tensor] | None,
         while_copying: Callable[[], None],
     ) -> list[torch.Tensor]:
-        """:meth:`move` where some sources are copied straight from their arena, and the rest, if any, is staged.
-
-        In a shared destination the direct ones come first, side by side as their sender laid them.
-        """
+        """:meth:`move` where some sources are copied straight from their arena."""
         leases = [source for source in (sources[n] for n in direct) if isinstance(source, LeaseSource)]
+        if len(leases) < len(sources):
+            return self._move_some_direct(direct, leases, sources, out, while_copying)
+        starts, nbytes = layout([source.data.nbytes for source in leases])
+        with self._on_device():
+            if out is None:
+                base = self._allocate(nbytes, sources)
+                first = base.data_ptr()
+                addresses = [first + start for start in starts]
+            else:
+                addresses = [tensor.data_ptr() for tensor in out]
+            self._between(lambda: self._direct.run(leases, addresses, is_packed=out is None, when_queued=while_copying))
+            # The views are made under the copies.
+            return _tensors(base, starts, sources) if out is None else list(out)
+
+    def _move_some_direct(
+        self,
+        direct: Sequence[int],
+        leases: Sequence[LeaseSource],
+        sources: Sequence[Source],
+        out: Sequence[torch.Tensor] | None,
+        while_copying: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """The same where the rest is staged. In a shared destination the direct ones come first, side by side as their
+        sender laid them."""
         in_place = set(direct)
         staged = [n for n in range(len(sources)) if n not in in_place]
         starts, direct_nbytes = layout([source.data.nbytes for source in leases])
@@ -145,18 +169,16 @@ class CudaDestination:
         deadline = time.monotonic() + self._timeout_s
         rest = [sources[n] for n in staged]
         with (
-            self._torch.cuda.device(self._index),
-            self._pipeline.begin(plan, rest, deadline=deadline)
-            if plan.num_chunks
-            else contextlib.nullcontext() as filling,
+            self._on_device(),
+            self._pipeline.begin(plan, rest, deadline=deadline) if plan.num_chunks else _NOTHING as filling,
         ):
             if out is None:
                 order = dict(zip(direct, starts, strict=True))
                 order.update((n, direct_nbytes + start) for n, start in zip(staged, plan.starts, strict=True))
-                tensors, (base,) = self._allocate(
-                    direct_nbytes + plan.dest_nbytes, [order[n] for n in range(len(sources))], sources
-                )
-                lease_addresses, staged_addresses = [base + start for start in starts], [base + direct_nbytes]
+                base = self._allocate(direct_nbytes + plan.dest_nbytes, sources)
+                tensors = _tensors(base, [order[n] for n in range(len(sources))], sources)
+                first = base.data_ptr()
+                lease_addresses, staged_addresses = [first + start for start in starts], [first + direct_nbytes]
             else:
                 tensors = list(out)
                 lease_addresses = [out[n].data_ptr() for n in direct]
@@ -250,7 +272,7 @@ class CudaDestination:
 
     def _between(self, send: Callable[[], None]) -> None:
         """Queue copies between what is on the caller's current stream and what comes there next."""
-        caller = self._torch.cuda.current_stream(self._index).cuda_stream
+        caller = self._current_stream(self._index)
         # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
         # still be read there.
         self._copy_stream.wait_for(caller)
@@ -263,24 +285,32 @@ class CudaDestination:
             # from being handed out while a copy still writes to it.
             self._copy_stream.release(caller)
 
-    def _allocate(
-        self, dest_nbytes: int, starts: Sequence[int], sources: Sequence[Source]
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """One allocation on the caller's stream, and the tensors as views into it; a single tensor is all of it."""
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the device the calling thread's current one, as it mostly is."""
+        if self._runtime.getDevice() == self._index:
+            return _NOTHING
+        return self._torch.cuda.device(self._index)  # type: ignore[no-any-return]
+
+    def _allocate(self, dest_nbytes: int, sources: Sequence[Source]) -> torch.Tensor:
+        """One allocation on the caller's stream: the one source's tensor, or bytes for all."""
         torch = self._torch
-        whole = -(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES  # so that it is a whole number of every dtype's elements
+        shape: tuple[int, ...] = (-(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES,)  # whole elements of every dtype
+        dtype = torch.uint8
+        if len(sources) == 1:
+            shape, dtype = sources[0].data.shape, getattr(torch, sources[0].data.dtype)
         try:
-            if len(sources) == 1:
-                data = sources[0].data
-                tensor = torch.empty(data.shape, dtype=getattr(torch, data.dtype), device=self._device)
-                return [tensor], [tensor.data_ptr()]
-            base = torch.empty(whole, dtype=torch.uint8, device=self._device)
+            base: torch.Tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            return base
         except torch.cuda.OutOfMemoryError as error:
             raise self._no_room(dest_nbytes, f"{len(sources)} tensors") from error
-        return views_into(base, starts, sources), [base.data_ptr()]
 
     def _no_room(self, nbytes: int, what: str) -> DeviceMemoryError:
         free, total = self._torch.cuda.mem_get_info(self._index)
         return DeviceMemoryError(
             f"cuda:{self._index} has no room for {what}: wanted {nbytes} bytes, {free} of {total} free"
         )
+
+
+def _tensors(base: torch.Tensor, starts: Sequence[int], sources: Sequence[Source]) -> list[torch.Tensor]:
+    """What was allocated, as the sources' tensors."""
+    return [base] if len(sources) == 1 else views_into(base, starts, sources)

@@ -55,7 +55,10 @@ def unregister(runtime: Any, parts: Iterable[tuple[int, int]]) -> None:
 
 def split_runs(runs: Sequence[Run]) -> Sequence[Run]:
     """The same copies, none out of two parts."""
-    if all(run.source // PART_BYTES == (run.source + run.nbytes - 1) // PART_BYTES for run in runs):
+    for run in runs:
+        if run.source // PART_BYTES != (run.source + run.nbytes - 1) // PART_BYTES:
+            break
+    else:
         return runs
     return [
         Run(run.dest + (source - run.source), source, nbytes)

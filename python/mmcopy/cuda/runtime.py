@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mmcopy.errors import DeviceError, MissingDependencyError
 
-__all__ = ["find_driver", "find_runtime"]
+__all__ = ["find_current_stream", "find_driver", "find_runtime"]
 
 
 def find_runtime(device_index: int) -> tuple[Any, Any]:
@@ -38,3 +39,14 @@ def find_driver() -> Any:
     except ImportError:
         return None
     return driver
+
+
+def find_current_stream(torch: Any) -> Callable[[int], int]:
+    """What tells the stream that is current on a device, as CUDA's number.
+
+    torch's own compiled code asks so; the public way makes an object first (3.0 us against 0.15 on an H200's host).
+    """
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is not None:
+        return raw
+    return lambda device_index: int(torch.cuda.current_stream(device_index).cuda_stream)
