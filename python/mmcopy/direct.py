@@ -13,21 +13,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from .leases import LeaseSource
 from .metrics import Counter, Metrics
 from .plan import ALIGN_BYTES
 from .ring import CopyEvent
 
-__all__ = ["DirectCopies", "Run", "merge_runs"]
+__all__ = ["DirectCopies", "Reading", "Run", "merge_runs"]
 
 _log = logging.getLogger(__name__)
 
 _MOST_STREAM_MARKS = 16
 _POLL_S = 50e-6
 _LEAST_STEP_BYTES, _MOST_STEP_BYTES, _STEPS = 256 << 10, 4 << 20, 16
+
+
+Reading: TypeAlias = tuple[LeaseSource, int, int, int]
+"""A lease, the first of its bytes that are wanted, how many, and the address that they go to."""
 
 
 class Run(NamedTuple):
@@ -54,21 +58,23 @@ class DirectLink(Protocol):
         """Called once on a thread that asks for events."""
 
 
-def merge_runs(runs: Sequence[Run], *, max_gap_bytes: int) -> list[Run]:
-    """Copies that follow each other on both sides, with the same gap of at most ``max_gap_bytes``, as one.
+def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> list[Run]:
+    """Copies (dest, source, nbytes) that follow each other on both sides, with the same gap of at most
+    ``max_gap_bytes``, as one.
 
     The gap is copied, too: it must be nobody's on the destination's side.
     """
     merged: list[Run] = []
-    for run in runs:
-        if merged:
-            last = merged[-1]
-            gap = run.source - (last.source + last.nbytes)
-            if 0 <= gap <= max_gap_bytes and run.dest - (last.dest + last.nbytes) == gap:
-                merged[-1] = Run(last.dest, last.source, last.nbytes + gap + run.nbytes)
-                continue
-        merged.append(run)
-    return merged
+    rest = iter(runs)
+    dest, source, nbytes = next(rest, (0, 0, 0))
+    for next_dest, next_source, next_nbytes in rest:
+        gap = next_source - source - nbytes
+        if 0 <= gap <= max_gap_bytes and next_dest - dest - nbytes == gap:
+            nbytes += gap + next_nbytes
+        else:
+            merged.append(Run(dest, source, nbytes))
+            dest, source, nbytes = next_dest, next_source, next_nbytes
+    return [*merged, Run(dest, source, nbytes)] if nbytes else merged
 
 
 class DirectCopies:
@@ -82,58 +88,55 @@ class DirectCopies:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def run(
+    def run(self, readings: Iterable[Reading], *, is_packed: bool, when_queued: Callable[[], None]) -> None:
+        """:meth:`copy` and, behind it, :meth:`mark`.
+
+        On an error the leases of which copies were queued are marked behind those, and the others are the caller's to
+        release.
+        """
+        begun: list[LeaseSource] = []
+        try:
+            self.copy(readings, begun, is_packed=is_packed, when_queued=when_queued)
+        finally:
+            self.mark(begun)
+
+    def copy(
         self,
-        sources: Sequence[LeaseSource],
-        dest_addresses: Sequence[int],
+        readings: Iterable[Reading],
+        begun: list[LeaseSource],
         *,
         is_packed: bool,
         when_queued: Callable[[], None],
     ) -> None:
-        """Queue every copy and, behind them, the marks.
+        """Queue every copy; ``begun`` gets the leases that copies read from now on, which is for :meth:`mark`.
 
         ``is_packed``: the bytes between neighbouring tensors are nobody's. ``when_queued`` is called when all that was
-        written already is queued. Blocks while senders write. On an error the leases of which copies were queued are
-        marked behind those, and the others are the caller's to release. Raises as :meth:`LeaseSource.wait`.
+        written already is queued. Blocks while senders write, up to the last byte that is wanted and not for more.
+        Raises as :meth:`LeaseSource.wait`.
         """
-        begun: list[LeaseSource] = []
-        try:
-            whole: list[Run] = []
-            growing: list[tuple[LeaseSource, int]] = []
-            for source, dest in zip(sources, dest_addresses, strict=True):
-                if not source.data.nbytes:
-                    continue
-                if source.lease.written() == source.data.nbytes:
-                    whole.append(Run(dest, source.address, source.data.nbytes))
-                    begun.append(source)
-                else:
-                    growing.append((source, dest))
-            self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
-            when_queued()
-            for source, dest in growing:
+        whole: list[tuple[int, int, int]] = []
+        growing: list[Reading] = []
+        for reading in readings:
+            source, start, nbytes, dest = reading
+            if not nbytes:
+                continue
+            if source.lease.written() >= start + nbytes:
+                whole.append((dest, source.address + start, nbytes))
                 begun.append(source)
-                self._follow(source, dest)
-        finally:
-            self._mark(begun)
+            else:
+                growing.append(reading)
+        self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
+        when_queued()
+        for reading in growing:
+            begun.append(reading[0])
+            self._follow(*reading)
 
-    def close(self, deadline: float) -> None:
-        """End the thread, if there is one. All copies that were queued must have happened."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    def mark(self, begun: Sequence[LeaseSource]) -> None:
+        """Let each lease go back to its sender behind what is queued; once, however many copies read it.
 
-    def _follow(self, source: LeaseSource, dest: int) -> None:
-        nbytes, done = source.data.nbytes, 0
-        step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, nbytes // _STEPS))
-        while done < nbytes:
-            there = source.wait(min(nbytes, done + step))
-            self._link.copy_all([Run(dest + done, source.address + done, there - done)])
-            done = there
-
-    def _mark(self, sources: Sequence[LeaseSource]) -> None:
+        Call it when no further copy out of these leases will be queued. Never blocks.
+        """
+        sources = list(dict.fromkeys(begun))
         written = 0
         if len(sources) <= _MOST_STREAM_MARKS:
             for source in sources:
@@ -145,6 +148,23 @@ class DirectCopies:
             self._metrics.count(Counter.LEASES_RELEASED, "received", written)
         if written < len(sources):
             self._mark_behind(self._link.new_event(), sources[written:])
+
+    def close(self, deadline: float) -> None:
+        """End the thread, if there is one. All copies that were queued must have happened."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _follow(self, source: LeaseSource, start: int, nbytes: int, dest: int) -> None:
+        done = 0
+        step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, nbytes // _STEPS))
+        while done < nbytes:
+            there = min(nbytes, source.wait(start + min(nbytes, done + step)) - start)
+            self._link.copy_all([Run(dest + done, source.address + start + done, there - done)])
+            done = there
 
     def _mark_behind(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
         for source in sources:

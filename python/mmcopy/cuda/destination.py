@@ -6,6 +6,7 @@ Everything is given its device index; no other device is touched.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +139,8 @@ class CudaDestination:
         leases = [source for source in (sources[n] for n in direct) if isinstance(source, LeaseSource)]
         if len(leases) < len(sources):
             return self._move_some_direct(direct, leases, sources, out, while_copying)
-        starts, nbytes = layout([source.data.nbytes for source in leases])
+        sizes = [source.data.nbytes for source in leases]
+        starts, nbytes = layout(sizes)
         with self._on_device():
             if out is None:
                 base = self._allocate(nbytes, sources)
@@ -146,7 +148,8 @@ class CudaDestination:
                 addresses = [first + start for start in starts]
             else:
                 addresses = [tensor.data_ptr() for tensor in out]
-            self._between(lambda: self._direct.run(leases, addresses, is_packed=out is None, when_queued=while_copying))
+            readings = zip(leases, itertools.repeat(0), sizes, addresses, strict=False)
+            self._between(lambda: self._direct.run(readings, is_packed=out is None, when_queued=while_copying))
             # The views are made under the copies.
             return _tensors(base, starts, sources) if out is None else list(out)
 
@@ -162,7 +165,8 @@ class CudaDestination:
         sender laid them."""
         in_place = set(direct)
         staged = [n for n in range(len(sources)) if n not in in_place]
-        starts, direct_nbytes = layout([source.data.nbytes for source in leases])
+        lease_sizes = [source.data.nbytes for source in leases]
+        starts, direct_nbytes = layout(lease_sizes)
         sizes = tuple(sources[n].data.nbytes for n in staged)
         chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
         plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
@@ -191,7 +195,8 @@ class CudaDestination:
                     else:
                         filling.send(staged_addresses, while_copying=while_copying)
 
-                self._direct.run(leases, lease_addresses, is_packed=out is None, when_queued=staged_too)
+                whole = zip(leases, itertools.repeat(0), lease_sizes, lease_addresses, strict=False)
+                self._direct.run(whole, is_packed=out is None, when_queued=staged_too)
 
             self._between(send)
         return tensors
@@ -293,15 +298,14 @@ class CudaDestination:
 
     def _allocate(self, dest_nbytes: int, sources: Sequence[Source]) -> torch.Tensor:
         """One allocation on the caller's stream: the one source's tensor, or bytes for all."""
-        torch = self._torch
         shape: tuple[int, ...] = (-(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES,)  # whole elements of every dtype
-        dtype = torch.uint8
+        dtype = "uint8"
         if len(sources) == 1:
-            shape, dtype = sources[0].data.shape, getattr(torch, sources[0].data.dtype)
+            shape, dtype = sources[0].data.shape, sources[0].data.dtype
         try:
-            base: torch.Tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            base: torch.Tensor = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
             return base
-        except torch.cuda.OutOfMemoryError as error:
+        except self._torch.cuda.OutOfMemoryError as error:
             raise self._no_room(dest_nbytes, f"{len(sources)} tensors") from error
 
     def _no_room(self, nbytes: int, what: str) -> DeviceMemoryError:
