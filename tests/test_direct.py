@@ -226,17 +226,19 @@ def test_a_lease_that_is_being_written_is_followed(rig: Rig) -> None:
 
 
 class HalfWritten:
-    """A lease whose sender stands still: nothing further comes, and whoever waits for it fails."""
+    """A lease whose sender stands still behind ``written`` bytes: nothing further comes, and whoever waits for it fails.
+    At the first look ``seen`` of them were there."""
 
     name = "played"
     mark = (0, 1)
 
-    def __init__(self, written: int) -> None:
+    def __init__(self, written: int, seen: int) -> None:
         self._written = written
+        self._seen = seen
         self.handed_on = 0
 
     def written(self) -> int:
-        return self._written
+        return self._seen
 
     def wait_written(self, upto: int, timeout_s: float) -> int:
         if upto > self._written:
@@ -251,8 +253,8 @@ class HalfWritten:
         return True
 
 
-def test_the_watermark_counts_only_as_far_as_bytes_are_wanted() -> None:
-    """What is queued: the watermark stands in the middle of a lease of which two windows are read."""
+@pytest.mark.parametrize("seen", [0, 2000, MIB])
+def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None:
     queued: list[Run] = []
 
     class Link:
@@ -268,13 +270,13 @@ def test_the_watermark_counts_only_as_far_as_bytes_are_wanted() -> None:
         def bind_thread(self) -> None:
             raise AssertionError
 
-    lease: Any = HalfWritten(MIB)
+    lease: Any = HalfWritten(MIB, seen)
     data = TensorData("uint8", (4 * MIB,), Inline(bytes(4 * MIB)))
     request = LeaseRequest(None, Metrics(), deadline=0.0)
     source = LeaseSource(data, None, lease, 1 << 40, request)  # type: ignore[arg-type]
     direct = DirectCopies(Link(), metrics=Metrics())
-    direct.run([(source, 1000, MIB - 1000, 7)], is_packed=True, when_queued=lambda: None)
-    assert queued == [Run(7, (1 << 40) + 1000, MIB - 1000)]
+    direct.run([(source, 1000, MIB - 1001, 7)], is_packed=True, when_queued=lambda: None)
+    assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
     assert lease.handed_on == 1
     with pytest.raises(LeaseTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
         direct.run([(source, MIB - 1, 2, 7)], is_packed=True, when_queued=lambda: None)
