@@ -15,8 +15,10 @@ use crate::streaming::{self, Store};
 use crate::workers::Plan;
 use crate::{Error, Result};
 
-/// Steps in which one thread writes, so that a consumer can follow.
-const STEP_BYTES: usize = 256 << 10;
+/// The longest steps, so that a consumer can follow. As many as there are threads are written at once and are there at
+/// about the same time: with steps of 4 MiB, 8 threads and 256 MiB the GPU had all in 6.5 ms, with 0.25 to 1 MiB in 5.8 to
+/// 6.1 (H200).
+const STEP_BYTES: usize = 512 << 10;
 
 /// A lease that is not finished. Its handle may be sent already: consumers read as far as it is written. Dropping it
 /// gives it up, unless it was committed.
@@ -73,10 +75,9 @@ impl Writing {
         }
         let (from, to) = cast.map_or((1, 1), |cast| (cast.from().itemsize(), cast.to().itemsize()));
         let unit_bytes = NonZeroUsize::new(from.max(to)).unwrap_or(NonZeroUsize::MIN);
-        let mut plan = Plan::new(src_nbytes / from, unit_bytes, num_threads);
-        if plan.num_threads.get() == 1 {
-            plan = plan.with_step(NonZeroUsize::new(STEP_BYTES / unit_bytes).unwrap_or(NonZeroUsize::MIN));
-        }
+        let plan = Plan::new(src_nbytes / from, unit_bytes, num_threads);
+        let most = NonZeroUsize::new(STEP_BYTES / unit_bytes).unwrap_or(NonZeroUsize::MIN);
+        let plan = plan.with_step(plan.step.min(most));
         let store = Store::best_for(plan.num_threads.get());
         let step = plan.step.get();
         let record = layout::record(&self.inner.control, self.handle.index);
