@@ -61,6 +61,7 @@ mod blocks;
 mod budget;
 mod consumer;
 mod fault;
+mod group;
 mod handle;
 mod layout;
 mod map;
@@ -76,6 +77,7 @@ mod table;
 mod writing;
 
 pub use fault::Fault;
+pub use group::{Part, write_all};
 pub use handle::{LEASE_PREFIX, LeaseHandle};
 pub use map::{Claim, Map, Mark};
 pub use options::{HugePages, Options, Report, Statistics};

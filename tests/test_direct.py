@@ -226,7 +226,7 @@ def test_a_lease_that_is_being_written_is_followed(rig: Rig) -> None:
 
 
 class HalfWritten:
-    """A lease whose sender stands still behind ``written`` bytes: nothing further comes, and whoever waits for it fails.
+    """A lease whose sender stands still behind ``written`` bytes: nothing comes, and whoever waits for it fails.
     At the first look ``seen`` of them were there."""
 
     name = "played"

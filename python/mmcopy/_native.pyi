@@ -42,6 +42,7 @@ __all__ = [
     "sweep",
     "unlink_segment",
     "validate_segment_name",
+    "write_leases",
     "write_segment",
 ]
 
@@ -466,6 +467,14 @@ def lease_arena_id(name: str, offset: SupportsIndex, nbytes: SupportsIndex, owne
     """The random part of the arena that a lease's handle names, for :meth:`WorkerEndpoint.find_arena`.
 
     Raises :class:`~mmcopy.errors.LeaseForgedError`.
+    """
+
+def write_leases(parts: Sequence[tuple[LeaseWriter, Buffer, str, str]], *, num_threads: int) -> None:
+    """Fill the leases of one request and commit them: each a writer, its source, the source's dtype and the lease's.
+
+    Leases that one thread would write are shared out among the threads. Blocks until all is written; the sources may be
+    reused right after. On an error those that are not committed are given up. Raises as :meth:`LeaseWriter.write` and
+    :meth:`LeaseWriter.commit`.
     """
 
 @final

@@ -365,9 +365,10 @@ class Sender:
             if grouped:
                 sizes = [outgoing[n].nbytes for n in grouped]
                 writers = self._arena.take(sizes, self._policy.consumers(delivery))
-            for n, writer in zip(grouped, writers or (), strict=writers is not None):
-                self._write(writer, outgoing[n])
-                sent[n] = self._sent(outgoing[n], _handle(writer), delivery)
+            if writers is not None:
+                self._write_group(writers, [outgoing[n] for n in grouped])
+                for n, writer in zip(grouped, writers, strict=True):
+                    sent[n] = self._sent(outgoing[n], _handle(writer), delivery)
             for n, out in enumerate(outgoing):
                 if (
                     n not in sent
@@ -386,6 +387,17 @@ class Sender:
             writer.commit()
         except BaseException:
             writer.abort()
+            raise
+
+    def _write_group(self, writers: Sequence[_native.LeaseWriter], outgoing: Sequence[_Outgoing]) -> None:
+        parts = [
+            (writer, out.flat.data, out.flat.dtype, out.dtype) for writer, out in zip(writers, outgoing, strict=True)
+        ]
+        try:
+            _native.write_leases(parts, num_threads=self._num_threads)
+        except BaseException:
+            for writer in writers:
+                writer.abort()
             raise
 
     def _write_later(self, writer: _native.LeaseWriter, out: _Outgoing) -> Future[None]:

@@ -188,6 +188,52 @@ fn a_group_is_one_range_and_stays_until_its_last() {
 }
 
 #[test]
+fn a_group_is_written_by_several_threads_each_lease_whole() {
+    let (worker, arena) = (Worker::new(), Arena::create(&options(32 * MIB)).unwrap());
+    let (slot, map, _link) = worker.connect(&arena);
+    let mut sizes = vec![5 * MIB + 3, 0, 1, 2 * MIB, 3 * MIB];
+    sizes.extend((0..200).map(|n| 60_000 + n));
+    let sources: Vec<_> = sizes.iter().enumerate().map(|(n, nbytes)| pattern(*nbytes, n)).collect();
+    for num_threads in [1, 2, 5] {
+        let leases = arena.take(&sizes, &[slot], LIMIT).unwrap();
+        let parts: Vec<_> = leases
+            .iter()
+            .zip(&sources)
+            .map(|(writing, bytes)| Part { writing, source: Source::from_slice(bytes), cast: None })
+            .collect();
+        write_all(&parts, threads(num_threads)).unwrap();
+        for (lease, bytes) in leases.iter().zip(&sources) {
+            assert!(lease.is_over());
+            let claim = map.claim(lease.handle()).unwrap();
+            assert_eq!(map.wait_written(&claim, u64::MAX, Duration::ZERO), Ok(bytes.len() as u64));
+            assert!(read(&map, &claim) == *bytes, "{} bytes by {num_threads}", bytes.len());
+            map.release(&claim).unwrap();
+        }
+        assert!(settles(|| is_empty(&arena)));
+    }
+    assert_eq!(write_all(&[], threads(3)), Ok(()));
+}
+
+#[test]
+fn a_group_of_which_one_cannot_be_written_is_given_up() {
+    let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
+    let (slot, map, _link) = worker.connect(&arena);
+    let leases = arena.take(&[1000; 20], &[slot], LIMIT).unwrap();
+    let bytes = [pattern(1000, 1), pattern(999, 2)];
+    let parts: Vec<_> = leases
+        .iter()
+        .enumerate()
+        .map(|(n, writing)| Part { writing, source: Source::from_slice(&bytes[usize::from(n == 7)]), cast: None })
+        .collect();
+    let wanted = Error::Lengths { src_nbytes: 999, dst_nbytes: 1000, wanted_nbytes: 999 };
+    assert_eq!(write_all(&parts, threads(2)), Err(wanted));
+    assert!(leases.iter().all(Writing::is_over));
+    assert!(matches!(fault(map.claim(leases[0].handle())), Fault::Stale { .. }));
+    assert!(settles(|| is_empty(&arena)));
+    assert_eq!(arena.statistics().unwrap().aborted, 20);
+}
+
+#[test]
 fn a_full_arena_waits_within_the_limit_and_wakes() {
     let (worker, arena) = (Worker::new(), Arena::create(&options(4 * MIB)).unwrap());
     let (slot, map, _link) = worker.connect(&arena);

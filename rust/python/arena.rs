@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyDict, PyString};
 
 use super::arguments::{Conversion, Limit, Threads, u64_of};
@@ -14,7 +15,8 @@ use super::buffers::ReadBuffer;
 use super::endpoint::PySenderLink;
 use super::{detached_when_big, exports};
 use crate::Error;
-use crate::arena::{Arena, Fault, HugePages, LeaseHandle, Options, Writing};
+use crate::arena::{Arena, Fault, HugePages, LeaseHandle, Options, Part, Writing, write_all};
+use crate::cast::Cast;
 
 /// Whether a handle's name is a lease's.
 #[pyfunction]
@@ -260,14 +262,7 @@ impl PyLeaseWriter {
         dst_dtype: Option<&str>,
         num_threads: Threads,
     ) -> PyResult<()> {
-        let cast = match Conversion::optional(src_dtype, dst_dtype)? {
-            None => None,
-            Some(Conversion::Cast(cast)) => Some(cast),
-            Some(Conversion::Copy(dtype)) => {
-                dtype.elements(src.source().nbytes())?;
-                None
-            }
-        };
+        let cast = cast_of(&src, src_dtype, dst_dtype)?;
         let nbytes = src.nbytes().max(self.nbytes());
         Ok(detached_when_big(py, nbytes, || self.writing.write(src.source(), cast, num_threads.0))?)
     }
@@ -314,5 +309,41 @@ impl PyLeaseWriter {
 impl PyLeaseWriter {
     fn new(writing: Writing) -> Self {
         Self { writing: Arc::new(writing) }
+    }
+}
+
+/// Fills and commits the leases of one request, each (writer, source, its dtype, the lease's), or gives all of them up.
+/// Small ones are shared out among the threads. Blocks, without the GIL when it is much.
+///
+/// PayloadError, CastError, UnknownDtypeError, LeaseBusyError, ClosedError: as the writer's write and commit.
+#[pyfunction]
+#[pyo3(signature = (parts, *, num_threads), text_signature = "(parts, *, num_threads)")]
+pub(super) fn write_leases(
+    py: Python<'_>,
+    parts: Vec<(Bound<'_, PyLeaseWriter>, ReadBuffer, PyBackedStr, PyBackedStr)>,
+    num_threads: Threads,
+) -> PyResult<()> {
+    let casts = parts
+        .iter()
+        .map(|(_, src, src_dtype, dst_dtype)| cast_of(src, Some(src_dtype), Some(dst_dtype)))
+        .collect::<PyResult<Vec<_>>>()?;
+    let ready: Vec<Part<'_>> = parts
+        .iter()
+        .zip(casts)
+        .map(|((writer, src, ..), cast)| Part { writing: &writer.get().writing, source: src.source(), cast })
+        .collect();
+    let nbytes = parts.iter().map(|(writer, src, ..)| src.nbytes().max(writer.get().nbytes())).sum();
+    Ok(detached_when_big(py, nbytes, || write_all(&ready, num_threads.0))?)
+}
+
+/// The cast that two dtypes ask for, once the source is a whole number of elements.
+fn cast_of(src: &ReadBuffer, src_dtype: Option<&str>, dst_dtype: Option<&str>) -> PyResult<Option<Cast>> {
+    match Conversion::optional(src_dtype, dst_dtype)? {
+        None => Ok(None),
+        Some(Conversion::Cast(cast)) => Ok(Some(cast)),
+        Some(Conversion::Copy(dtype)) => {
+            dtype.elements(src.source().nbytes())?;
+            Ok(None)
+        }
     }
 }
