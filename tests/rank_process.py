@@ -108,7 +108,7 @@ def receive(command: dict[str, Any]) -> dict[str, Any]:
                 stack.enter_context(cutting(receiver, command["cut"]))
             if "die_reading" in command:
                 destination: Any = receiver._destination
-                destination.read_window = lambda *_, **__: die({})
+                destination.read_windows = lambda *_, **__: die({})
             if "owners" in command:
                 tensors = receiver.receive_owned(items, command["owners"])
             else:
@@ -133,18 +133,18 @@ def receive(command: dict[str, Any]) -> dict[str, Any]:
 def cutting(receiver: Receiver, path: str) -> Iterator[None]:
     """The file at ``path`` loses its second half between the agreement and this rank's reading."""
     destination: Any = receiver._destination
-    read_window = destination.read_window
+    read_windows = destination.read_windows
     with Path(path).open("r+b") as file:
 
         def cut_and_read(*args: Any, **options: Any) -> None:
             file.truncate(os.fstat(file.fileno()).st_size // 2)
-            read_window(*args, **options)
+            read_windows(*args, **options)
 
-        destination.read_window = cut_and_read
+        destination.read_windows = cut_and_read
         try:
             yield
         finally:
-            del destination.read_window
+            del destination.read_windows
 
 
 def receive_async(command: dict[str, Any]) -> dict[str, Any]:

@@ -226,8 +226,7 @@ def test_a_lease_that_is_being_written_is_followed(rig: Rig) -> None:
 
 
 class HalfWritten:
-    """A lease whose sender stands still behind ``written`` bytes: nothing comes, and whoever waits for it fails.
-    At the first look ``seen`` of them were there."""
+    """A lease whose sender stands still behind ``written`` bytes, of which the first look saw ``seen``."""
 
     name = "played"
     mark = (0, 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmcopy import ConfigError
 from mmcopy.parallel import ItemFacts, ParallelOptions, Strategy, choose_strategy, plan_group
 from mmcopy.parallel.plan import capacity_bytes, first_unreached
-from mmcopy.plan import ALIGN_BYTES, plan_window
+from mmcopy.plan import ALIGN_BYTES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -179,45 +179,3 @@ def test_what_no_rank_reaches_is_found() -> None:
     assert first_unreached([[True, False, True], [True, False, True]]) == 1
     assert first_unreached([[True, False], [False, True]]) is None
     assert first_unreached([[], []]) is None
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.integers(0, 3000), min_size=1, max_size=8),
-    st.integers(1, 5),
-    st.sampled_from([256, 512, 1024, 4096, 1 << 20]),
-    st.data(),
-)
-def test_a_window_is_read_in_chunks_and_nothing_outside_of_it(
-    sizes: list[int], step: int, chunk_bytes: int, data: st.DataObject
-) -> None:
-    starts, end = [], 0
-    for n in data.draw(st.permutations(range(len(sizes)))):
-        starts.append((n, end))
-        end += -(-sizes[n] // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES * (n % step)
-    begin = tuple(start for _, start in sorted(starts))
-    first = data.draw(st.integers(0, end // ALIGN_BYTES)) * ALIGN_BYTES
-    last = data.draw(st.integers(first // ALIGN_BYTES, end // ALIGN_BYTES)) * ALIGN_BYTES
-    contents = [np.random.default_rng(n).integers(1, 256, size, np.uint8) for n, size in enumerate(sizes)]
-    plan = plan_window(tuple(sizes), begin, window=(first, last), chunk_bytes=chunk_bytes)
-    dest = np.zeros(end, np.uint8)
-    assert [piece.chunk for piece in plan.pieces] == sorted(piece.chunk for piece in plan.pieces)
-    assert {piece.chunk for piece in plan.pieces} == set(range(plan.num_chunks))
-    for chunk in range(plan.num_chunks):
-        slot = np.zeros(chunk_bytes, np.uint8)
-        for piece in plan.pieces:
-            if piece.chunk == chunk:
-                part = contents[piece.source][piece.source_start : piece.source_start + piece.nbytes]
-                slot[piece.slot_start : piece.slot_start + piece.nbytes] = part
-        for transfer in plan.transfers[chunk]:
-            assert first <= transfer.dest_start
-            assert transfer.dest_start + transfer.nbytes <= last
-            dest[transfer.dest_start : transfer.dest_start + transfer.nbytes] = slot[
-                transfer.slot_start : transfer.slot_start + transfer.nbytes
-            ]
-    wanted = np.zeros(end, np.uint8)
-    for start, content in zip(begin, contents, strict=True):
-        wanted[start : start + len(content)] = content
-    wanted[:first] = 0
-    wanted[last:] = 0
-    assert (dest == wanted).all()

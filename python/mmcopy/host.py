@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import DeviceError, DeviceMemoryError, MissingDependencyError
+from .plan import parts_in
 from .sources import ByteArray, Described, Source
 from .tensors import TensorData
 
@@ -121,29 +122,29 @@ class TorchDestination(_HostDestination):
         return flat
 
     def allocate_packed(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor, for :meth:`read_window`. Raises :class:`DeviceMemoryError`."""
+        """A flat uint8 tensor, for :meth:`read_windows`. Raises :class:`DeviceMemoryError`."""
         try:
             return self._torch.empty(nbytes, dtype=self._torch.uint8)
         except RuntimeError as error:
             raise _no_room("a packed buffer", nbytes) from error
 
-    def read_window(
+    def read_windows(
         self,
         sources: Sequence[Source],
         starts: Sequence[int],
         base: torch.Tensor,
-        window: tuple[int, int],
+        windows: Sequence[tuple[int, int]],
         *,
         while_copying: Callable[[], None],
     ) -> None:
-        """Fill bytes ``window[0]`` to ``window[1]`` of ``base`` with what the sources, which begin at ``starts`` in it,
-        have there. Blocks until all is there; what lies between the sources stays as it is."""
+        """Fill the windows of ``base``, each a start and a stop in bytes, with what the sources, which begin at
+        ``starts`` in it, have there. Blocks until all is there; what lies between the sources stays as it is."""
         flat = self.flat(base)
         while_copying()
-        for source, start in zip(sources, starts, strict=True):
-            first, last = max(start, window[0]), min(start + source.data.nbytes, window[1])
-            if first < last:
-                source.read_into(flat[first:last], start=first - start, num_threads=self._num_threads)
+        sizes = tuple(source.data.nbytes for source in sources)
+        for part in parts_in(sizes, tuple(starts), windows=tuple(windows)):
+            dst = flat[part.dest_start : part.dest_start + part.nbytes]
+            sources[part.source].read_into(dst, start=part.source_start, num_threads=self._num_threads)
 
     def problem(self, data: TensorData, array: object) -> str:
         torch = self._torch

@@ -15,13 +15,16 @@ from typing import NamedTuple
 
 __all__ = [
     "ALIGN_BYTES",
+    "Part",
     "Piece",
     "ReceivePlan",
     "Transfer",
     "chunk_bytes_for",
+    "layout",
+    "parts_in",
     "plan_packed",
     "plan_scattered",
-    "plan_window",
+    "plan_windows",
 ]
 
 ALIGN_BYTES = 256
@@ -50,6 +53,16 @@ class Transfer(NamedTuple):
     dest: int
     dest_start: int
     slot_start: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """``nbytes`` of source ``source`` from ``source_start`` belong at ``dest_start``, which is in window ``window``."""
+
+    source: int
+    window: int
+    source_start: int
+    dest_start: int
     nbytes: int
 
 
@@ -133,25 +146,50 @@ def plan_scattered(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
 
 
 @functools.lru_cache(maxsize=32)
-def plan_window(
-    sizes: tuple[int, ...], starts: tuple[int, ...], *, window: tuple[int, int], chunk_bytes: int
+def parts_in(
+    sizes: tuple[int, ...], starts: tuple[int, ...], *, windows: tuple[tuple[int, int], ...]
+) -> tuple[Part, ...]:
+    """What of each tensor lies in the windows of a packed destination, in which tensor ``n`` begins at ``starts[n]``.
+
+    A window is a start and a stop; they are in order, and so are the parts. A window can cut a tensor, and a tensor can
+    have a part in several windows.
+    """
+    order = sorted(range(len(sizes)), key=starts.__getitem__)
+    return tuple(
+        Part(n, window, at - starts[n], at, stop - at)
+        for window, (first, last) in enumerate(windows)
+        for n in order
+        if (at := max(starts[n], first)) < (stop := min(starts[n] + sizes[n], last))
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def plan_windows(
+    sizes: tuple[int, ...], starts: tuple[int, ...], *, windows: tuple[tuple[int, int], ...], chunk_bytes: int
 ) -> ReceivePlan:
-    """The bytes from ``window[0]`` to ``window[1]`` of a packed destination, in which tensor ``n`` begins at
-    ``starts[n]``; each chunk is one transfer. What lies between the tensors is left as it is, or gets anything."""
-    first, last = window
+    """:func:`parts_in`, staged: chunks of at most ``chunk_bytes`` of one window each.
+
+    ``starts`` are whole :data:`ALIGN_BYTES`. Less than that between two tensors is nobody's, and a transfer may put
+    anything there; where there is more, something else may lie, and a transfer ends before it.
+    """
     pieces: list[Piece] = []
-    transfers: list[tuple[Transfer, ...]] = []
-    chunk_start = -1  # the destination's offset that the current chunk begins at; in steps of chunk_bytes from `first`
-    for source in sorted(range(len(sizes)), key=starts.__getitem__):
-        at = max(starts[source], first)
-        stop = min(starts[source] + sizes[source], last)
-        while at < stop:
-            slot_start = (at - first) % chunk_bytes
-            if at - slot_start != chunk_start:
-                chunk_start = at - slot_start
-                transfers.append(())
-            run = min(stop - at, chunk_bytes - slot_start)
-            pieces.append(Piece(len(transfers) - 1, source, at - starts[source], slot_start, run))
-            transfers[-1] = (Transfer(0, chunk_start, 0, slot_start + run),)
-            at += run
-    return ReceivePlan(starts, last, tuple(pieces), tuple(transfers))
+    transfers: list[list[Transfer]] = []
+    current = (-1, -1)  # window and, in chunks from its start, the place that the last chunk is for
+    for source, window, start, dest_start, nbytes in parts_in(sizes, starts, windows=windows):
+        done = 0
+        while done < nbytes:
+            at = dest_start + done
+            place, slot_start = divmod(at - windows[window][0], chunk_bytes)
+            if (window, place) != current:
+                current = window, place
+                transfers.append([])
+            run = min(nbytes - done, chunk_bytes - slot_start)
+            pieces.append(Piece(len(transfers) - 1, source, start + done, slot_start, run))
+            last = transfers[-1][-1] if transfers[-1] else None
+            if last is not None and slot_start - last.slot_start - last.nbytes < ALIGN_BYTES:
+                transfers[-1][-1] = last._replace(nbytes=slot_start + run - last.slot_start)
+            else:
+                transfers[-1].append(Transfer(0, at, slot_start, run))
+            done += run
+    end = windows[-1][1] if windows else 0
+    return ReceivePlan(starts, end, tuple(pieces), tuple(map(tuple, transfers)))

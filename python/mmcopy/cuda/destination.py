@@ -9,18 +9,18 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmcopy import _native
-from mmcopy.direct import DirectCopies
+from mmcopy.direct import DirectCopies, Reading
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import DeviceError, DeviceMemoryError
 from mmcopy.leases import LeaseSource
 from mmcopy.metrics import Metrics
 from mmcopy.packed import views_into
 from mmcopy.pipeline import Filling, Pipeline
-from mmcopy.plan import ALIGN_BYTES, chunk_bytes_for, layout, plan_packed, plan_scattered, plan_window
+from mmcopy.plan import ALIGN_BYTES, chunk_bytes_for, layout, parts_in, plan_packed, plan_scattered, plan_windows
 from mmcopy.ring import Slot, StagingRing, wait_for_event
 from mmcopy.sources import Described, Source
 
@@ -89,7 +89,7 @@ class CudaDestination:
         New tensors are views into one allocation. Blocks until every byte has left the sources, not for the GPU: the
         last copies may still run when this returns. ``out`` must have been checked by :meth:`check_out`.
         """
-        direct = self._in_place(sources) if self._arenas is not None else []
+        direct = self._in_place(sources)
         if direct:
             return self._move_direct(direct, sources, out, while_copying)
         deadline = time.monotonic() + self._timeout_s
@@ -111,35 +111,35 @@ class CudaDestination:
                 tensors, addresses = _tensors(base, plan.starts, sources), [base.data_ptr()]
             else:
                 tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
-            self._send(filling, addresses, while_copying=while_copying)
+            self._between(lambda: filling.send(addresses, while_copying=while_copying))
         return tensors
 
-    def _in_place(self, sources: Sequence[Source]) -> list[int]:
-        """Which of the sources the GPU can read where they are."""
-        assert self._arenas is not None
+    def _in_place(self, sources: Sequence[Source]) -> dict[int, LeaseSource]:
+        """Those of the sources that the GPU can read where they are, by their number, in order."""
+        if self._arenas is None:
+            return {}
         registered: dict[int, bool] = {}
-        found = []
+        found = {}
         for n, source in enumerate(sources):
             if isinstance(source, LeaseSource):
                 arena = source.arena  # one object for all leases of a request
                 if id(arena) not in registered:
                     registered[id(arena)] = self._arenas.is_registered(arena)
                 if registered[id(arena)]:
-                    found.append(n)
+                    found[n] = source
         return found
 
     def _move_direct(
         self,
-        direct: Sequence[int],
+        direct: Mapping[int, LeaseSource],
         sources: Sequence[Source],
         out: Sequence[torch.Tensor] | None,
         while_copying: Callable[[], None],
     ) -> list[torch.Tensor]:
         """:meth:`move` where some sources are copied straight from their arena."""
-        leases = [source for source in (sources[n] for n in direct) if isinstance(source, LeaseSource)]
-        if len(leases) < len(sources):
-            return self._move_some_direct(direct, leases, sources, out, while_copying)
-        sizes = [source.data.nbytes for source in leases]
+        if len(direct) < len(sources):
+            return self._move_some_direct(direct, sources, out, while_copying)
+        sizes = [source.data.nbytes for source in sources]
         starts, nbytes = layout(sizes)
         with self._on_device():
             if out is None:
@@ -148,24 +148,22 @@ class CudaDestination:
                 addresses = [first + start for start in starts]
             else:
                 addresses = [tensor.data_ptr() for tensor in out]
-            readings = zip(leases, itertools.repeat(0), sizes, addresses, strict=False)
+            readings = zip(direct.values(), itertools.repeat(0), sizes, addresses, strict=False)
             self._between(lambda: self._direct.run(readings, is_packed=out is None, when_queued=while_copying))
             # The views are made under the copies.
             return _tensors(base, starts, sources) if out is None else list(out)
 
     def _move_some_direct(
         self,
-        direct: Sequence[int],
-        leases: Sequence[LeaseSource],
+        direct: Mapping[int, LeaseSource],
         sources: Sequence[Source],
         out: Sequence[torch.Tensor] | None,
         while_copying: Callable[[], None],
     ) -> list[torch.Tensor]:
         """The same where the rest is staged. In a shared destination the direct ones come first, side by side as their
         sender laid them."""
-        in_place = set(direct)
-        staged = [n for n in range(len(sources)) if n not in in_place]
-        lease_sizes = [source.data.nbytes for source in leases]
+        staged = [n for n in range(len(sources)) if n not in direct]
+        lease_sizes = [source.data.nbytes for source in direct.values()]
         starts, direct_nbytes = layout(lease_sizes)
         sizes = tuple(sources[n].data.nbytes for n in staged)
         chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
@@ -188,53 +186,63 @@ class CudaDestination:
                 lease_addresses = [out[n].data_ptr() for n in direct]
                 staged_addresses = [out[n].data_ptr() for n in staged]
 
-            def send() -> None:
-                def staged_too() -> None:
-                    if filling is None:
-                        while_copying()
-                    else:
-                        filling.send(staged_addresses, while_copying=while_copying)
-
-                whole = zip(leases, itertools.repeat(0), lease_sizes, lease_addresses, strict=False)
-                self._direct.run(whole, is_packed=out is None, when_queued=staged_too)
-
-            self._between(send)
+            readings = zip(direct.values(), itertools.repeat(0), lease_sizes, lease_addresses, strict=False)
+            self._send(filling, staged_addresses, readings, is_packed=out is None, while_copying=while_copying)
         return tensors
 
     def allocate_packed(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the device, for :meth:`read_window`. Raises :class:`DeviceMemoryError`."""
+        """A flat uint8 tensor on the device, for :meth:`read_windows`. Raises :class:`DeviceMemoryError`."""
         try:
             base: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
             return base
         except self._torch.cuda.OutOfMemoryError as error:
             raise self._no_room(nbytes, "a packed buffer") from error
 
-    def read_window(
+    def read_windows(
         self,
         sources: Sequence[Source],
         starts: Sequence[int],
         base: torch.Tensor,
-        window: tuple[int, int],
+        windows: Sequence[tuple[int, int]],
         *,
         while_copying: Callable[[], None],
     ) -> None:
-        """Fill bytes ``window[0]`` to ``window[1]`` of ``base`` with what the sources, which begin at ``starts`` in it,
-        have there. Blocks and orders streams as :meth:`move`; what lies between the sources gets anything."""
-        sizes = tuple(source.data.nbytes for source in sources)
-        total = window[1] - window[0]
+        """Fill the windows of ``base``, each a start and a stop in bytes, with what the sources, which begin at
+        ``starts`` in it, have there. Blocks and orders streams as :meth:`move`; what lies between the sources gets
+        anything. Leases that the GPU reads in place go back behind the last copy out of them; those of which nothing is
+        in a window are the caller's to release."""
+        whole = tuple(windows)
+        parts = parts_in(tuple(source.data.nbytes for source in sources), tuple(starts), windows=whole)
+        used = sorted({part.source for part in parts})
+        direct = {used[n]: lease for n, lease in self._in_place([sources[n] for n in used]).items()}
+        base_address = base.data_ptr()
+        readings = [
+            (direct[part.source], part.source_start, part.nbytes, base_address + part.dest_start)
+            for part in parts
+            if part.source in direct
+        ]
+        staged = [n for n in used if n not in direct]
+        total = sum(part.nbytes for part in parts if part.source not in direct)
         chunk_bytes = chunk_bytes_for(total, num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
         if total > chunk_bytes:
             self._pool.rouse(-(-total // chunk_bytes) - 1)
-        plan = plan_window(sizes, tuple(starts), window=window, chunk_bytes=chunk_bytes)
-        if not plan.num_chunks:
+        plan = plan_windows(
+            tuple(sources[n].data.nbytes for n in staged),
+            tuple(starts[n] for n in staged),
+            windows=whole,
+            chunk_bytes=chunk_bytes,
+        )
+        if not parts:
             while_copying()
             return
         deadline = time.monotonic() + self._timeout_s
         with (
-            self._torch.cuda.device(self._index),
-            self._pipeline.begin(plan, sources, deadline=deadline) as filling,
+            self._on_device(),
+            self._pipeline.begin(plan, [sources[n] for n in staged], deadline=deadline)
+            if plan.num_chunks
+            else _NOTHING as filling,
         ):
-            self._send(filling, [base.data_ptr()], while_copying=while_copying)
+            self._send(filling, [base_address], readings, is_packed=True, while_copying=while_copying)
 
     def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None:
         """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
@@ -272,8 +280,24 @@ class CudaDestination:
         with self._torch.cuda.device(self._index), self._torch.cuda.stream(stream):
             yield
 
-    def _send(self, filling: Filling, addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
-        self._between(lambda: filling.send(addresses, while_copying=while_copying))
+    def _send(
+        self,
+        filling: Filling | None,
+        addresses: Sequence[int],
+        readings: Iterable[Reading],
+        *,
+        is_packed: bool,
+        while_copying: Callable[[], None],
+    ) -> None:
+        """Queue what is read in place, and then, while that is copied, what is staged."""
+
+        def staged_too() -> None:
+            if filling is None:
+                while_copying()
+            else:
+                filling.send(addresses, while_copying=while_copying)
+
+        self._between(lambda: self._direct.run(readings, is_packed=is_packed, when_queued=staged_too))
 
     def _between(self, send: Callable[[], None]) -> None:
         """Queue copies between what is on the caller's current stream and what comes there next."""

@@ -60,12 +60,12 @@ class PackedDestination(Protocol):
 
     def allocate_packed(self, nbytes: int) -> Any: ...
 
-    def read_window(
+    def read_windows(
         self,
         sources: Sequence[Source],
         starts: Sequence[int],
         base: Any,
-        window: tuple[int, int],
+        windows: Sequence[tuple[int, int]],
         *,
         while_copying: Callable[[], None],
     ) -> None: ...
@@ -285,12 +285,13 @@ class CollectiveReceive:
             opened.base = self._destination.allocate_packed(capacity_bytes(facts, size=self.group.size))
 
     def _read(self, opened: _Opened, plan: GroupPlan) -> None:
-        starts = opened.starts(plan)
-        for window in plan.windows(self.group.rank):
-            self._destination.read_window(
-                opened.sources, starts, opened.base, window, while_copying=opened.remove_names
-            )
-        opened.remove_names()  # of those that others read
+        self._destination.read_windows(
+            opened.sources,
+            opened.starts(plan),
+            opened.base,
+            plan.windows(self.group.rank),
+            while_copying=opened.remove_names,
+        )
 
     def _say_how(self, opened: _Opened, ready: Digest, read: Callable[[], None], deadline: float) -> None:
         """Read for the others, and wait until all have; one rank's failure is that of all."""
