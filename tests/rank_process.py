@@ -33,6 +33,7 @@ from mmcopy import (
     _native,
     shm_namespace_id,
 )
+from mmcopy.endpoint import WorkerEndpoint
 
 from . import rank_tokenspeed
 from .ranks import as_json, told, wanted
@@ -40,6 +41,7 @@ from .ranks import as_json, told, wanted
 receivers: dict[str, Receiver] = {}
 senders: dict[str, Sender] = {}
 groups: dict[str, Any] = {}
+endpoints: dict[str, WorkerEndpoint] = {}
 
 
 def item_of(given: dict[str, Any]) -> TensorData:
@@ -65,7 +67,7 @@ def state() -> dict[str, int]:
 
 
 def make(command: dict[str, Any]) -> dict[str, Any]:
-    """A receiver on the whole group."""
+    """A receiver on the whole group; with ``endpoint``, a folder, one that senders hand their arenas to."""
     options = dict(command.get("options", {}))
     if "parallel" in command:
         options["parallel"] = ParallelOptions(**command["parallel"])
@@ -73,11 +75,17 @@ def make(command: dict[str, Any]) -> dict[str, Any]:
         if key in command:
             options[key] = groups.get(command[key], command[key])
     options.setdefault("group", dist.group.WORLD)
+    answer = {}
+    if "endpoint" in command:
+        if command["endpoint"] not in endpoints:
+            endpoints[command["endpoint"]] = WorkerEndpoint(command["endpoint"])
+        options["endpoint"] = endpoints[command["endpoint"]]
+        answer["endpoint"] = options["endpoint"].path
     try:
         receivers[command["name"]] = Receiver(command.get("device", "cpu"), **options)
     except MmcopyError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    return {}
+    return answer
 
 
 def close(command: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +247,7 @@ def main() -> None:
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
-    for each in [*receivers.values(), *senders.values(), *rank_tokenspeed.transports]:
+    for each in [*receivers.values(), *senders.values(), *rank_tokenspeed.transports, *endpoints.values()]:
         each.close()
     with contextlib.suppress(RuntimeError):  # after the death of a peer
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import _native
 from .errors import (
+    LeaseForgedError,
     LeaseUnknownArenaError,
     MmcopyError,
     RepeatedHandleError,
@@ -144,8 +145,8 @@ class SourceOpener:
         """Open what there is here, and remove nothing, not on an error either: others may still want to open it.
 
         Adds the sources to ``opened``, in order, and returns the index and the error of each item whose segment is not
-        here or may not be opened, or whose arena is not mapped here. Any other error is raised; what is in ``opened``
-        then is the caller's to close.
+        here or may not be opened, whose arena is not mapped here, or whose lease is not for this consumer. Any other
+        error is raised; what is in ``opened`` then is the caller's to close.
         """
         missing: dict[int, MmcopyError] = {}
         names: set[str] = set()
@@ -153,7 +154,7 @@ class SourceOpener:
         for n, item in enumerate(items):
             try:
                 self._open_one(item, opened, names, leases)
-            except (SegmentNotFoundError, SegmentPermissionError, LeaseUnknownArenaError) as error:
+            except (SegmentNotFoundError, SegmentPermissionError, LeaseUnknownArenaError, LeaseForgedError) as error:
                 missing[n] = error.with_traceback(None)  # which refers to `missing`, and would keep all of this
         return missing
 

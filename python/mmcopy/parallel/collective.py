@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from mmcopy.errors import (
     ConfigError,
+    LeaseForgedError,
+    LeaseUnknownArenaError,
     MmcopyError,
     SegmentNotFoundError,
     SegmentPermissionError,
@@ -156,10 +158,8 @@ class CollectiveReceive:
         deadline = time.monotonic() + self._timeout_s
         opened = _Opened(items)
         why = "released"
-        is_begun = False
         try:
             with self.group.turn(deadline), self._destination.on_current_stream():
-                is_begun = True
                 if owners is None:
                     tensors = self._receive(opened, out, deadline)
                 else:
@@ -169,8 +169,8 @@ class CollectiveReceive:
         finally:
             self._opener.close(opened.sources, why)
             opened.clear()
-            if not is_begun:
-                self._opener.release(items)
+            if why == "released":
+                self._opener.release(items)  # of which some may not be open here
 
     def _receive(self, opened: _Opened, out: Sequence[Any] | None, deadline: float) -> list[Any]:
         facts = tuple(
@@ -268,7 +268,9 @@ class CollectiveReceive:
             return digest.having(Status.FAILED, text_of(error))
         if not opened.missing:
             return digest
-        is_denied = any(isinstance(error, SegmentPermissionError) for error in opened.missing.values())
+        is_denied = any(
+            isinstance(error, (SegmentPermissionError, LeaseForgedError)) for error in opened.missing.values()
+        )
         return replace(digest, status=Status.PARTIAL, is_denied=is_denied, body=pack_bits(opened.bits, 0))
 
     def _agree(self, opened: _Opened, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
@@ -313,8 +315,12 @@ class CollectiveReceive:
 
     def _raise_unreached(self, opened: _Opened, n: int, *, is_denied: bool) -> NoReturn:
         payload = opened.items[n].data.payload
-        name = payload.name if isinstance(payload, ShmHandle) else ""
-        kind = SegmentPermissionError if is_denied else SegmentNotFoundError
+        assert isinstance(payload, ShmHandle)  # what is in the message is everywhere
+        kind: type[MmcopyError]
+        if payload.is_lease:
+            what, kind = "lease", LeaseForgedError if is_denied else LeaseUnknownArenaError
+        else:
+            what, kind = "segment", SegmentPermissionError if is_denied else SegmentNotFoundError
         raise kind(
-            f"segment {name!r}, item {n} of {len(opened.items)}: none of the {self.group.size} ranks can open it"
+            f"{what} {payload.name!r}, item {n} of {len(opened.items)}: none of the {self.group.size} ranks can open it"
         ) from opened.missing[n]

@@ -48,9 +48,9 @@ class Status(enum.IntEnum):
     """How it has gone on a rank so far."""
 
     OK = 0
-    """Every segment is open."""
+    """Every segment and lease is open."""
     PARTIAL = 1
-    """Some segments are not here, or may not be opened; the body is a slice of the bits that say which are."""
+    """Some segments or leases cannot be opened here; the body is a slice of the bits that say which can."""
     FAILED = 2
     """An error of another kind; the body is its class and message."""
 
@@ -67,7 +67,7 @@ class Digest:
     items_hash: bytes
     options_hash: bytes
     is_denied: bool = False
-    """One of the segments that it cannot open is there, and belongs to another user."""
+    """What it cannot open is there, but not for it: a segment of another user's, a lease for other consumers."""
     body: bytes = b""
 
     @property
@@ -165,7 +165,7 @@ def pack_bits(bits: Sequence[bool], part: int) -> bytes:
 
 
 def unpack_bits(digests: Sequence[Digest], num_bits: int) -> tuple[bool, ...]:
-    """The bits of one rank, from its digests of all slices; all true where it has every segment."""
+    """The bits of one rank, from its digests of all slices; all true where it has everything."""
     if digests[0].status is not Status.PARTIAL:
         return (True,) * num_bits
     body = b"".join(digest.body for digest in digests)
