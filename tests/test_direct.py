@@ -102,7 +102,7 @@ class Device:
 class Rig:
     """A sender with an arena, a worker's endpoint, and direct copies onto one played device."""
 
-    def __init__(self, directory: pathlib.Path, *, writes_words: bool) -> None:
+    def __init__(self, directory: pathlib.Path, *, writes_words: bool, limit_s: float = 20.0) -> None:
         self.metrics = Metrics()
         self.endpoint = WorkerEndpoint(directory)
         self.worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": self.endpoint.path})
@@ -111,7 +111,7 @@ class Rig:
         leases = LeaseOpener(self.endpoint, self.metrics, timeout_s=20)
         self.opener = SourceOpener("/dev/shm", ["mmcopy-"], self.metrics, leases=leases)
         self.device = Device(writes_words=writes_words)
-        self.direct = DirectCopies(self.device, metrics=self.metrics)
+        self.direct = DirectCopies(self.device, timeout_s=limit_s, metrics=self.metrics)
         self.when_queued: list[int] = []
         self._kept: list[np.ndarray[Any, Any]] = []  # a test may end before its copies
 
@@ -273,7 +273,7 @@ def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None
     data = TensorData("uint8", (4 * MIB,), Inline(bytes(4 * MIB)))
     request = LeaseRequest(None, Metrics(), deadline=0.0)
     source = LeaseSource(data, None, lease, 1 << 40, request)  # type: ignore[arg-type]
-    direct = DirectCopies(Link(), metrics=Metrics())
+    direct = DirectCopies(Link(), timeout_s=1.0, metrics=Metrics())
     direct.run([(source, 1000, MIB - 1001, 7)], is_packed=True, when_queued=lambda: None)
     assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
     assert lease.handed_on == 1
@@ -299,6 +299,52 @@ def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
     rig.device.finish()
     assert (dest == random_bytes(2 * MIB)).all()
     assert settle(lambda: rig.leases_out == 0)
+
+
+@pytest.fixture
+def impatient(tmp_path: pathlib.Path, nothing_left_open: None, segments: Callable[[], list[str]]) -> Iterator[Rig]:
+    """Its thread gives copies 0.1 s."""
+    rig = Rig(tmp_path / "s", writes_words=False, limit_s=0.1)
+    yield rig
+    rig.close()
+    assert segments() == []
+
+
+def test_leases_of_copies_that_do_not_end_are_kept_until_they_do(
+    impatient: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the thread goes on: what the next receive reads is waited for, too."""
+    rig = impatient
+    rig.device.gate.clear()
+    for num_leases in (3, 2):
+        sources = rig.send(*(random_bytes(1000, n) for n in range(num_leases)))
+        dest = rig.dest(1000).ctypes.data
+        rig.run([(source, 0, 1000, dest) for source in sources])
+        rig.opener.close(sources, "received")
+    said = "copies out of an arena have not ended within 0.1 s: {} leases are kept until they have"
+    assert settle(lambda: [r.getMessage() for r in caplog.records] == [said.format(3), said.format(2)])
+    assert rig.leases_out == 5
+    rig.device.gate.set()
+    assert settle(lambda: rig.leases_out == 0)
+    assert rig.metrics.get(Counter.LEASES_RELEASED, "received") == 5
+
+
+def test_late_leases_go_back_at_the_latest_with_close(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = impatient
+    rig.device.gate.clear()
+    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    assert settle(lambda: len(caplog.records) == 1)
+
+
+def test_a_broken_device_reads_no_lease_any_more(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = impatient
+    rig.device.gate.clear()
+    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    assert rig.leases_out == 1
+    rig.device.events[0].broken = True
+    assert settle(lambda: rig.leases_out == 0)
+    assert "asking for the end of copies" in caplog.text
+    caplog.clear()  # its traceback keeps the lease
 
 
 def test_runs_merge_only_over_the_same_small_gap() -> None:

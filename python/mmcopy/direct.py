@@ -5,6 +5,10 @@ the destination are one copy; scattered ones are queued together. A lease that i
 the watermark passes a step, that step is copied. Behind the last copy the copy stream itself writes each lease's mark,
 which its sender reads, so that nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where
 the driver refuses such writes, an event stands behind the copies, and a thread writes the marks when it has happened.
+
+When that takes longer than the receiver's limit, the thread says so and goes on; the leases stay kept, because a copy
+may still read them: their sender has less room, and nobody gets wrong bytes. It looks after them once a second, and
+they go back when the copies have ended after all, or with the process.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_STREAM_MARKS = 16
 _POLL_S = 50e-6
+_LOOK_AFTER_LATE_S = 1.0
 _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 256 << 10, 4 << 20
 """How far a copy follows a sender that writes: little at both ends, so that the link begins early and is not left with
 much behind the last byte; between them so much that copies run at the link's speed (of 1 MiB a tenth slower)."""
@@ -42,6 +47,21 @@ class Run(NamedTuple):
     dest: int
     source: int
     nbytes: int
+
+
+class _Behind(NamedTuple):
+    """Leases that go back when ``event`` has happened, which is waited for until ``deadline``."""
+
+    event: CopyEvent
+    sources: Sequence[LeaseSource]
+    deadline: float
+
+    def has_happened(self) -> bool:
+        try:
+            return self.event.query()
+        except Exception:  # the device is broken: no copy reads the leases any more
+            _log.exception("asking for the end of copies out of an arena")
+            return True
 
 
 class DirectLink(Protocol):
@@ -80,13 +100,17 @@ def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> l
 
 
 class DirectCopies:
-    """Queues direct copies and marks on one link. Several threads may use it at once."""
+    """Queues direct copies and marks on one link. Several threads may use it at once.
 
-    def __init__(self, link: DirectLink, *, metrics: Metrics) -> None:
+    ``timeout_s`` is how long copies may take before that is a warning.
+    """
+
+    def __init__(self, link: DirectLink, *, timeout_s: float, metrics: Metrics) -> None:
         self._link = link
+        self._timeout_s = timeout_s
         self._metrics = metrics
         self._changed = threading.Condition()
-        self._behind: deque[tuple[CopyEvent, Sequence[LeaseSource]]] = deque()
+        self._behind: deque[_Behind] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -172,7 +196,7 @@ class DirectCopies:
         for source in sources:
             source.is_kept = True
         with self._changed:
-            self._behind.append((event, sources))
+            self._behind.append(_Behind(event, sources, time.monotonic() + self._timeout_s))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="mmcopy-marks", daemon=True)
                 self._thread.start()
@@ -180,18 +204,29 @@ class DirectCopies:
 
     def _watch(self) -> None:
         self._link.bind_thread()
+        late: deque[_Behind] = deque()
         while True:
             with self._changed:
-                while not self._behind and not self._closed:
-                    self._changed.wait()
-                if not self._behind:
-                    return
-                event, sources = self._behind[0]
-            try:
-                while not event.query():
+                if not self._behind and not self._closed:
+                    self._changed.wait(_LOOK_AFTER_LATE_S if late else None)
+                behind = self._behind.popleft() if self._behind else None
+                is_over = behind is None and self._closed
+            while late and late[0].has_happened():
+                self._release(late.popleft())
+            if behind is not None:
+                while not (has_happened := behind.has_happened()) and time.monotonic() < behind.deadline:
                     time.sleep(_POLL_S)
-            except Exception:  # the device is broken: no copy reads the leases any more
-                _log.exception("asking for the end of copies out of an arena")
-            self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in sources))
-            with self._changed:
-                self._behind.popleft()
+                if has_happened:
+                    self._release(behind)
+                else:
+                    late.append(behind)
+                    _log.warning(
+                        "copies out of an arena have not ended within %g s: %d leases are kept until they have",
+                        self._timeout_s,
+                        len(behind.sources),
+                    )
+            if is_over:
+                return
+
+    def _release(self, behind: _Behind) -> None:
+        self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in behind.sources))

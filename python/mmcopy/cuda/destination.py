@@ -70,7 +70,7 @@ class CudaDestination:
         self._pool = _native.CopyPool(num_threads)
         name = str(self._device)
         self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=name, metrics=metrics)
-        self._direct = DirectCopies(self._copy_stream, metrics=metrics)
+        self._direct = DirectCopies(self._copy_stream, timeout_s=timeout_s, metrics=metrics)
         self._arenas: ArenaRegistry | None = None
         if endpoint is not None:
             self._arenas = ArenaRegistry(
