@@ -30,7 +30,7 @@ step() { # NAME SECONDS COMMAND...
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 nvidia-smi topo -m | tee "$out/topology.txt"
 gpus=$(nvidia-smi -L | wc -l)
-step tests 300 python3 -m pytest tests/gpu/test_parallel_cuda.py -m gpu -q -W default -p no:cacheprovider
+step tests 300 python3 -m pytest tests/gpu/test_parallel_cuda.py tests/gpu/test_parallel_leases_cuda.py -m gpu -q -W default -p no:cacheprovider
 step cpu-tests 300 python3 -m pytest tests/test_parallel_receive.py tests/test_parallel_failures.py \
     tests/test_tokenspeed_ranks.py -q -W default -p no:cacheprovider
 for ((ranks = 2; ranks <= gpus; ranks *= 2)); do

@@ -36,18 +36,6 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-@pytest.fixture(scope="module")
-def world(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A default group of this process alone, with NCCL for its GPU and gloo for host memory."""
-    import torch.distributed as dist
-
-    torch.cuda.set_device(0)
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.fixture(params=STRATEGIES)
 def receiver(request: pytest.FixtureRequest, world: Any) -> Iterator[Receiver]:
     options = ParallelOptions(strategy=request.param)
