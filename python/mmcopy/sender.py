@@ -14,17 +14,16 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 
 from . import _native
 from .arena import DEFAULT_ARENA_BYTES, SenderArena
-from .arrays import FlatArray, flatten, numpy_dtype
+from .arrays import FlatArray, numpy_dtype
 from .config import (
     Choice,
     Delivery,
-    Reason,
     Route,
     Sharing,
     TransportConfig,
@@ -33,13 +32,15 @@ from .config import (
     parse_count,
     read_environment,
 )
-from .errors import CastError, MmcopyError
+from .dispatch import Dispatch, handle_of
+from .errors import MmcopyError
 from .metrics import Counter, Metrics
 from .outgoing import Reservation, StreamingSend
+from .parcel import Parcel, dtype_of, parcel_of
 from .policy import ENDPOINT_LABEL, Policy, Target
 from .proof import Prover
 from .publishing import Publisher
-from .tensors import Inline, ShmHandle, TensorData, itemsize_of, nbytes_of
+from .tensors import TensorData, nbytes_of
 
 __all__ = ["Sender"]
 
@@ -49,16 +50,6 @@ _live: weakref.WeakSet[Sender] = weakref.WeakSet()
 _fork_hook = threading.Lock()  # held for ever once the hook is registered
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-class _Outgoing(NamedTuple):
-    """An array that was looked at."""
-
-    flat: FlatArray
-    dtype: str
-    """What it is cast to."""
-    nbytes: int
-    """After the cast."""
 
 
 class Sender:
@@ -129,6 +120,9 @@ class Sender:
             outstanding=self._publisher.outstanding,
             proofs=self._prover,
         )
+        self._dispatch = Dispatch(
+            self._publisher, self._arena, self._policy, num_threads=self._num_threads, metrics=self.metrics
+        )
         weakref.finalize(self, self._prover.close)
         _live.add(self)
         if _fork_hook.acquire(blocking=False):
@@ -157,8 +151,9 @@ class Sender:
         ``worker``: one, several that all read this very tensor, or a decision of :meth:`route`.
 
         ``consumers``: how many receivers read it, each in its own time and on its own. A lease serves all of
-        ``worker``'s by one handle. A segment gets a name for each: number ``n`` receives
-        ``mmcopy.fanout.for_consumer(data, n)``.
+        ``worker``'s by one handle; where fewer than ``consumers`` have the arena it is a segment. A segment gets a name
+        for each: number ``n`` receives ``mmcopy.fanout.for_consumer(data, n)``. A group of ranks that receives together
+        is one consumer of a segment.
 
         ``array``: numpy, a torch CPU tensor, DLPack or the buffer protocol, any strides; it arrives C-contiguous in
         its shape, 0-d and empty included. ``dtype`` casts on the way (the pairs in ``mmcopy.CASTS``). Blocks until
@@ -167,71 +162,82 @@ class Sender:
         Raises :class:`ArrayTypeError`, :class:`UnknownDtypeError`, :class:`CastError`,
         :class:`InlineTooLargeError`, :class:`ClosedError`, :class:`ConfigError` (``worker`` is none).
         """
-        self._publisher.check_open()
-        parse_count(consumers, setting="Sender.send consumers")
-        delivery = self._policy.delivery(worker)
-        return self._send(_look_at(array, dtype), delivery, consumers=consumers)
+        delivery = self._delivery(worker, consumers, "send")
+        return self._dispatch.send(parcel_of(array, dtype), delivery, consumers=consumers)
 
     @overload
     def send_many(
-        self, arrays: Mapping[Key, object], *, dtype: Mapping[Key, str] | str | None = None, worker: Target = None
+        self,
+        arrays: Mapping[Key, object],
+        *,
+        dtype: Mapping[Key, str] | str | None = None,
+        worker: Target = None,
+        consumers: int = 1,
     ) -> dict[Key, TensorData]: ...
     @overload
     def send_many(
-        self, arrays: Sequence[object], *, dtype: Sequence[str | None] | str | None = None, worker: Target = None
+        self,
+        arrays: Sequence[object],
+        *,
+        dtype: Sequence[str | None] | str | None = None,
+        worker: Target = None,
+        consumers: int = 1,
     ) -> list[TensorData]: ...
-    def send_many(self, arrays: Any, *, dtype: Any = None, worker: Target = None) -> Any:
+    def send_many(self, arrays: Any, *, dtype: Any = None, worker: Target = None, consumers: int = 1) -> Any:
         """:meth:`send` for all tensors of one request, in the form of ``arrays``: a dict with its keys, or a list.
 
-        Leases lie side by side, so that one copy brings them to the GPU. ``dtype``: one for all, or in the form of
-        ``arrays``; what a mapping leaves out keeps its dtype. When one cannot be sent, none is: those sent before are
-        taken back. Blocks and raises as :meth:`send`.
+        Leases lie side by side, so that one copy brings them to each GPU. ``dtype``: one for all, or in the form of
+        ``arrays``; what a mapping leaves out keeps its dtype. ``consumers`` as in :meth:`send`, the same for all. When
+        one cannot be sent, none is: those sent before are taken back. Blocks and raises as :meth:`send`.
         """
-        self._publisher.check_open()
-        delivery = self._policy.delivery(worker)
+        delivery = self._delivery(worker, consumers, "send_many")
         keys = list(arrays) if isinstance(arrays, Mapping) else list(range(len(arrays)))
-        outgoing = [_look_at(arrays[key], _dtype_of(dtype, key)) for key in keys]
-        sent = self._send_group(outgoing, delivery)
+        parcels = [parcel_of(arrays[key], dtype_of(dtype, key)) for key in keys]
+        sent = self._dispatch.send_all(parcels, delivery, consumers=consumers)
         return dict(zip(keys, sent, strict=True)) if isinstance(arrays, Mapping) else sent
 
-    def send_streaming(self, array: object, *, dtype: str | None = None, worker: Target = None) -> StreamingSend:
+    def send_streaming(
+        self, array: object, *, dtype: str | None = None, worker: Target = None, consumers: int = 1
+    ) -> StreamingSend:
         """:meth:`send`, but as a lease it returns at once and is written meanwhile by a thread of this sender.
 
-        Send ``.data`` on: the receiver follows the writing. ``array`` must stay as it is until ``.wait()`` has
+        Send ``.data`` on: every consumer follows the writing. ``array`` must stay as it is until ``.wait()`` has
         returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
         """
-        self._publisher.check_open()
-        delivery = self._policy.delivery(worker)
-        out = _look_at(array, dtype)
-        if self._policy.choose(delivery, out.nbytes).path == "lease":
-            writers = self._arena.take([out.nbytes], self._policy.consumers(delivery))
+        delivery = self._delivery(worker, consumers, "send_streaming")
+        parcel = parcel_of(array, dtype)
+        may_lease = self._policy.choose(delivery, parcel.nbytes).path == "lease"
+        if may_lease:
+            writers = self._dispatch.lease([parcel.nbytes], delivery, consumers=consumers)
             if writers is not None:
-                data = self._sent(out, _handle(writers[0]), delivery)
-                return StreamingSend(data, self._write_later(writers[0], out))
-        return StreamingSend(self._send(out, delivery), None)
+                data = self._dispatch.sent(parcel, handle_of(writers[0]), delivery)
+                return StreamingSend(data, self._write_later(writers[0], parcel))
+        # What found no room does not wait for it again.
+        data = self._dispatch.send(parcel, delivery, consumers=consumers, may_lease=not may_lease)
+        return StreamingSend(data, None)
 
-    def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None) -> Reservation:
-        """Memory for a tensor, to write into: where it is a lease, the receiver's GPU reads what is written there.
+    def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None, consumers: int = 1) -> Reservation:
+        """Memory for a tensor, to write into: where it is a lease, the receivers' GPUs read what is written there.
 
         ``.array`` is a numpy array (bfloat16 and float8 as ml_dtypes' types, or as unsigned integers of the same width
         without that package). ``.commit()`` returns what goes into the message; a reservation that is dropped is given
-        back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. Blocks while the
-        arena is full, ``arena_wait_s`` at most.
+        back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. ``consumers`` as
+        there. Blocks while the arena is full, ``arena_wait_s`` at most.
         """
-        self._publisher.check_open()
-        delivery = self._policy.delivery(worker)
+        delivery = self._delivery(worker, consumers, "reserve")
         shape = tuple(shape)
         nbytes = nbytes_of(dtype, shape)
         writers = None
         if self._policy.choose(delivery, nbytes).path == "lease":
-            writers = self._arena.take([nbytes], self._policy.consumers(delivery))
+            writers = self._dispatch.lease([nbytes], delivery, consumers=consumers)
         if writers is None:
             memory = np.empty(shape, numpy_dtype(dtype))
             bytes_of = memory.reshape(-1).view(np.uint8)
 
             def send() -> TensorData:
                 self._publisher.check_open()
-                return self._send(_Outgoing(FlatArray(dtype, shape, bytes_of), dtype, nbytes), delivery)
+                parcel = Parcel(FlatArray(dtype, shape, bytes_of), dtype, nbytes)
+                return self._dispatch.send(parcel, delivery, consumers=consumers)
 
             return Reservation(memory, send, lambda: None)
         (writer,) = writers
@@ -239,8 +245,8 @@ class Sender:
 
         def commit() -> TensorData:
             writer.commit()
-            out = _Outgoing(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
-            return self._sent(out, _handle(writer), delivery)
+            parcel = Parcel(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
+            return self._dispatch.sent(parcel, handle_of(writer), delivery)
 
         return Reservation(array, commit, writer.abort)
 
@@ -249,12 +255,7 @@ class Sender:
 
         For a message that was not handed over. Harmless for inline data, and for what is gone already.
         """
-        handle = data.payload
-        if not isinstance(handle, ShmHandle):
-            return False
-        if handle.is_lease:
-            return self._arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        return self._publisher.cancel(handle)
+        return self._dispatch.cancel(data)
 
     @contextlib.contextmanager
     def guard(self, *data: TensorData) -> Iterator[None]:
@@ -334,84 +335,17 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _send(self, out: _Outgoing, delivery: Delivery, *, consumers: int = 1, may_lease: bool = True) -> TensorData:
-        choice = self._policy.choose(delivery, out.nbytes)
-        if choice.path == "lease" and may_lease:
-            numbers = self._policy.consumers(delivery)
-            # To more consumers than it has marks for, a lease would be gone before the last has come.
-            writers = self._arena.take([out.nbytes], numbers) if consumers <= max(1, len(numbers)) else None
-            if writers is not None:
-                self._write(writers[0], out)
-                return self._sent(out, _handle(writers[0]), delivery)
-        payload: Inline | ShmHandle | None = None
-        reason = delivery.reason if choice.path == "lease" else choice.reason
-        if reason is Reason.SEVERAL_READERS and consumers == len(delivery.receivers):
-            reason = None  # each has a name of its own
-        if reason is None:
-            payload, reason = self._publisher.segment(
-                out.flat, out.dtype, delivery, is_gone=self._policy.is_gone, consumers=consumers
-            )
-        if reason is not None and reason.is_fallback:
-            self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
-        return self._sent(out, payload or self._publisher.inline(out.flat, out.dtype, out.nbytes), delivery)
+    def _delivery(self, worker: Target, consumers: int, method: str) -> Delivery:
+        self._publisher.check_open()
+        parse_count(consumers, setting=f"Sender.{method} consumers")
+        return self._policy.delivery(worker)
 
-    def _send_group(self, outgoing: Sequence[_Outgoing], delivery: Delivery) -> list[TensorData]:
-        """Those that can be leases as one group, the others one by one; all, or none."""
-        sent: dict[int, TensorData] = {}
-        choices = self._policy.choose_each(delivery, [out.nbytes for out in outgoing])
-        grouped = [n for n, choice in enumerate(choices) if choice.path == "lease"]
-        try:
-            writers = None
-            if grouped:
-                sizes = [outgoing[n].nbytes for n in grouped]
-                writers = self._arena.take(sizes, self._policy.consumers(delivery))
-            if writers is not None:
-                self._write_group(writers, [outgoing[n] for n in grouped])
-                for n, writer in zip(grouped, writers, strict=True):
-                    sent[n] = self._sent(outgoing[n], _handle(writer), delivery)
-            for n, out in enumerate(outgoing):
-                if (
-                    n not in sent
-                ):  # where the group found no room in time, its members do not wait again, each by itself
-                    sent[n] = self._send(out, delivery, may_lease=n not in grouped)
-        except BaseException:
-            for data in sent.values():
-                with contextlib.suppress(MmcopyError):
-                    self.cancel(data)
-            raise
-        return [sent[n] for n in range(len(outgoing))]
-
-    def _write(self, writer: _native.LeaseWriter, out: _Outgoing) -> None:
-        try:
-            writer.write(out.flat.data, src_dtype=out.flat.dtype, dst_dtype=out.dtype, num_threads=self._num_threads)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
-
-    def _write_group(self, writers: Sequence[_native.LeaseWriter], outgoing: Sequence[_Outgoing]) -> None:
-        parts = [
-            (writer, out.flat.data, out.flat.dtype, out.dtype) for writer, out in zip(writers, outgoing, strict=True)
-        ]
-        try:
-            _native.write_leases(parts, num_threads=self._num_threads)
-        except BaseException:
-            for writer in writers:
-                writer.abort()
-            raise
-
-    def _write_later(self, writer: _native.LeaseWriter, out: _Outgoing) -> Future[None]:
+    def _write_later(self, writer: _native.LeaseWriter, parcel: Parcel) -> Future[None]:
         with self._lock:
             self._publisher.check_open()
             if self._writers is None:
                 self._writers = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-send")
-            return self._writers.submit(self._write, writer, out)
-
-    def _sent(self, out: _Outgoing, payload: Inline | ShmHandle, delivery: Delivery) -> TensorData:
-        data = TensorData(out.dtype, out.flat.shape, payload)
-        self.metrics.count(Counter.TENSORS_SENT, data.path, runtime=delivery.runtime)
-        self.metrics.count(Counter.BYTES_SENT, data.path, out.nbytes, runtime=delivery.runtime)
-        return data
+            return self._writers.submit(self._dispatch.write, writer, parcel)
 
     def _socket_closed(self, url: str, socket: str) -> None:
         self._publisher.take_back(self._publisher.outstanding.take(url, socket=socket))
@@ -422,28 +356,6 @@ class Sender:
         self._publisher.forget()
         self._arena.forget()
         self._prover.forget()
-
-
-def _look_at(array: object, dtype: str | None) -> _Outgoing:
-    """Raises what :meth:`Sender.send` raises for an array or a cast that is not possible."""
-    flat = flatten(array)
-    target = flat.dtype if dtype is None else dtype
-    nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
-    if target != flat.dtype and (flat.dtype, target) not in _native.CASTS:
-        pairs = ", ".join(f"{a} to {b}" for a, b in sorted(_native.CASTS))
-        raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
-    return _Outgoing(flat, target, nbytes)
-
-
-def _dtype_of(dtype: Any, key: Any) -> str | None:
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
-    return found
-
-
-def _handle(writer: _native.LeaseWriter) -> ShmHandle:
-    return ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
 
 
 def _disown_all() -> None:

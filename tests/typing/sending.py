@@ -23,6 +23,14 @@ def every_kind_of_array(sender: Sender, array: np.ndarray[tuple[int, ...], np.dt
     sender.send(array, worker="grpc://127.0.0.1:9000")  # type: ignore[arg-type]
 
 
+def a_request(sender: Sender, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    assert_type(sender.send_many({"pixels": array}, consumers=2), dict[str, TensorData])
+    assert_type(sender.send_many([array, b"bytes"], dtype=["bfloat16", None], consumers=2), list[TensorData])
+    sender.send_many([array], consumers="2")  # type: ignore[call-overload]
+    assert_type(sender.send_streaming(array, consumers=2).data, TensorData)
+    assert_type(sender.reserve((2, 3), "uint8", consumers=2).commit(), TensorData)
+
+
 def options_are_keywords() -> None:
     Sender()
     Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir="/dev/shm", num_threads=4, inline_max_bytes=1 << 22)
