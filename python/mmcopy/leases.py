@@ -35,13 +35,14 @@ class LeaseSource:
     in this process.
     """
 
-    __slots__ = ("_request", "address", "arena", "data", "is_kept", "lease", "offset")
+    __slots__ = ("_request", "address", "arena", "data", "is_kept", "lease")
+
+    offset = 0
 
     def __init__(
         self, data: TensorData, arena: _native.ArenaMap, lease: _native.Lease, address: int, request: LeaseRequest
     ) -> None:
         self.data = data
-        self.offset = 0
         self.arena = arena
         self.lease = lease
         self.address = address

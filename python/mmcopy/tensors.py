@@ -107,9 +107,10 @@ class TensorData:
     @property
     def path(self) -> str:
         """``"inline"``, ``"segment"`` or ``"lease"``: the word for this payload in metrics and tables."""
-        if isinstance(self.payload, Inline):
+        payload = self.payload
+        if isinstance(payload, Inline):
             return "inline"
-        return "lease" if self.payload.is_lease else "segment"
+        return "lease" if payload.name.startswith(LEASE_PREFIX) else "segment"
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:

@@ -118,14 +118,14 @@ class CudaDestination:
         """Those of the sources that the GPU can read where they are, by their number, in order."""
         if self._arenas is None:
             return {}
-        registered: dict[int, bool] = {}
         found = {}
+        arena, is_registered = None, False
         for n, source in enumerate(sources):
             if isinstance(source, LeaseSource):
-                arena = source.arena  # one object for all leases of a request
-                if id(arena) not in registered:
-                    registered[id(arena)] = self._arenas.is_registered(arena)
-                if registered[id(arena)]:
+                if source.arena is not arena:  # mostly one for all leases of a request
+                    arena = source.arena
+                    is_registered = self._arenas.is_registered(arena)
+                if is_registered:
                     found[n] = source
         return found
 
