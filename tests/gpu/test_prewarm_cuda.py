@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,6 +162,51 @@ def test_real_towers_encode_on_the_gpu(torch: Any) -> None:
         assert report.status is PrewarmStatus.WARM, (name, report.reason)
         assert report.peak_bytes
         assert all(each.again_seconds > 0 for each in report.shapes)
+
+
+def takes_cudnn_attention(torch: Any, report: Any, model: Any, shape: Shape) -> bool:
+    """Whether an encode on this thread runs cuDNN's attention, by the operators that torch's profiler sees."""
+    from mmcopy.prewarm.feed import make_tensors
+
+    inputs = report.family.inputs(report.config, shape)
+    tensors = make_tensors(inputs, dtype="bfloat16", device=torch.device("cuda:0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the profiler, about itself
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.inference_mode():
+                report.family.encode(model, "image", tensors)
+            torch.cuda.synchronize(0)
+    names = {event.name for event in profile.events()}
+    assert any("scaled_dot_product" in name for name in names), "torch's attention ran"
+    return any("cudnn_attention" in name for name in names)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_cudnns_attention_is_told_where_torch_takes_it(torch: Any, allowed: bool) -> None:
+    pytest.importorskip("transformers")
+    from tests.encoder_models import build
+
+    warmed, new = Shape("image", ((32, 32),)), Shape("image", ((40, 24),))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        model = build("qwen3_vl", torch.bfloat16).to("cuda:0")
+        report = prewarm(
+            model, role="encode", device="cuda:0", sizes={"image": [(32, 32), (24, 16)]}, modalities=["image"],
+            required=True,
+        )  # fmt: skip
+        taken = takes_cudnn_attention(torch, report, model, warmed)
+        assert report.cudnn_attention == {"image": taken}
+        assert not (taken and not allowed)
+        assert report.settled == report.warmed
+        assert report.forecast("image", *warmed.items).plans is False
+        assert report.forecast("image", *new.items).plans is taken
+        assert any("enable_cudnn_sdp(False)" in line for line in report.outlooks) is taken
+        assert ("attention plans (cuDNN)" in str(report)) is taken
+        if allowed and not taken:
+            pytest.skip("torch does not take cuDNN's attention on this GPU: only its absence was seen")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: Any) -> None:

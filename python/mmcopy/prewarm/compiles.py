@@ -9,7 +9,7 @@ from mmcopy.encoders import Tower
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["attention_of", "count_graphs", "is_compiled", "limit_was_hit"]
+__all__ = ["count_graphs", "is_compiled", "limit_was_hit"]
 
 
 def count_graphs() -> int:
@@ -41,9 +41,3 @@ def is_compiled(model: nn.Module, tower: Tower) -> bool:
         if id(module) in inside and getattr(module, "_compiled_call_impl", None) is not None:
             return True
     return False
-
-
-def attention_of(tower: Tower) -> str:
-    """The attention that a transformers tower was set to, such as "sdpa"; "" for a module of another kind."""
-    config = getattr(tower.module, "config", None)
-    return str(getattr(config, "_attn_implementation", None) or "")

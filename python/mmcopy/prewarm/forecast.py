@@ -1,10 +1,13 @@
-"""Which sizes a compiled encoder would compile for again.
+"""Which sizes a compiled encoder would compile for again, and which ones attention would plan for.
 
 The rules are those that counting compilations of real towers showed (torch 2.11, transformers 5.24, backend "eager"): a
 size that was seen is compiled; a first size is compiled for as it is, a second one that shares no side makes the sides
 dynamic; a size of one token, or a row of them, is compiled for by itself. Where attention runs piece by piece (every
 implementation but flash attention), the number of pieces is compiled in, and each number needs two sizes. A forecast of
 "compiles" is cautious: it can be wrong. One of "does not" was right for every size that was tried.
+
+A plan is cuDNN's attention's (attention.py): one for each size and thread. Sizes of as many tokens share one, so that a
+forecast of "plans" is cautious, too.
 """
 
 from __future__ import annotations
@@ -14,36 +17,58 @@ from dataclasses import dataclass
 
 from mmcopy.encoders import Config, Family, Shape
 
-__all__ = ["Forecast", "foresee", "outlook"]
+__all__ = ["Forecast", "foresee", "outlook", "plan_outlook"]
 
 _VARLEN = "attn_implementation='flash_attention_2' or another variable-length attention"
 _MORE = "give prewarm two sizes of that kind"
+_PLAN_S = "45 to 75 ms on an H200"
+_NO_PLAN = (
+    "torch.backends.cuda.enable_cudnn_sdp(False) before the prewarm, or encode on the thread that called prewarm, in "
+    "sizes that it was given"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Whether encoding ``shape`` will compile, why, and what would avoid it ("" when it does not)."""
+    """Whether encoding ``shape`` will compile, why, and what would avoid it ("" when it does not).
+
+    ``plans``: whether attention makes a plan for it first, on the thread that called prewarm (every other thread makes
+    its own); None where that is not known. ``plan_why`` says why, and what would avoid it.
+    """
 
     shape: Shape
     compiles: bool
     why: str
     remedy: str = ""
+    plans: bool | None = False
+    plan_why: str = ""
 
     def __str__(self) -> str:
         answer = f"{self.shape}: {'compiles again' if self.compiles else 'compiles nothing'}, {self.why}"
-        return f"{answer}; to avoid it: {self.remedy}" if self.remedy else answer
+        answer += f"; to avoid it: {self.remedy}" if self.remedy else ""
+        return f"{answer}; {self.plan_why}" if self.plan_why else answer
 
 
 def foresee(
-    family: Family, config: Config, shape: Shape, warmed: Sequence[Shape], *, compiled: bool, varlen: bool
+    family: Family,
+    config: Config,
+    shape: Shape,
+    warmed: Sequence[Shape],
+    *,
+    compiled: bool,
+    varlen: bool,
+    settled: Sequence[Shape] = (),
+    cudnn: bool | None = False,
 ) -> Forecast:
-    """What a fitted ``shape`` meets after ``warmed`` were encoded. A pure function."""
+    """What a fitted ``shape`` meets after ``warmed`` were encoded, ``settled`` of them on the thread in question, where
+    attention is cuDNN's or not. A pure function."""
+    plans, plan_why = _foresee_plan(shape, settled, cudnn)
 
     def no(why: str) -> Forecast:
-        return Forecast(shape, False, why)
+        return Forecast(shape, False, why, "", plans, plan_why)
 
     def yes(why: str, remedy: str) -> Forecast:
-        return Forecast(shape, True, why, remedy)
+        return Forecast(shape, True, why, remedy, plans, plan_why)
 
     if not compiled:
         return no("the encoder is not compiled")
@@ -103,3 +128,23 @@ def outlook(
         f"{modality}: sizes whose attention runs in another number of pieces (pictures x frames) than {numbers} "
         f"compile again; to avoid it: {_VARLEN}, or {_MORE}"
     )
+
+
+def plan_outlook(modalities: Sequence[str]) -> str:
+    """One line about later sizes of ``modalities``, whose attention is cuDNN's; "" for none."""
+    if not modalities:
+        return ""
+    return (
+        f"{', '.join(modalities)}: attention (cuDNN's) makes a plan for every size that is new to a thread, {_PLAN_S}; "
+        f"to avoid it: {_NO_PLAN}"
+    )
+
+
+def _foresee_plan(shape: Shape, settled: Sequence[Shape], cudnn: bool | None) -> tuple[bool | None, str]:
+    if cudnn is None:
+        return None, "whether attention makes a plan for it is not known"
+    if not cudnn:
+        return False, ""
+    if shape in settled:
+        return False, "attention has its plan on the thread that called prewarm, and makes one on every other"
+    return True, f"attention makes a plan for it first, {_PLAN_S}; to avoid it: {_NO_PLAN}"

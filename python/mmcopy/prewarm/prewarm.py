@@ -14,7 +14,8 @@ from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, Unknow
 from mmcopy.readiness import Readiness
 from mmcopy.receiver import Receiver
 
-from .compiles import attention_of, count_graphs, is_compiled, limit_was_hit
+from .attention import attention_of, takes_cudnn
+from .compiles import count_graphs, is_compiled, limit_was_hit
 from .memory import Meter
 from .plan import Role, Sizes, encodes, parse_role, plan_shapes
 from .progress import following
@@ -66,8 +67,8 @@ def prewarm(
     Blocks until that is done, or until ``deadline_s`` has passed. An encode cannot be interrupted: it runs on a
     thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while it
     still hangs ends cleanly by ``os._exit`` alone. On a GPU each shape is encoded once more on the caller's thread:
-    serve from that one, since CUDA's libraries keep what they have chosen by thread. None: no limit, all on the
-    caller's own thread, for what belongs to a thread altogether, such as the CUDA graphs of
+    serve from that one, since cuDNN's attention has plans for each thread (``report.cudnn_attention``). None: no limit,
+    all on the caller's own thread, for what belongs to a thread altogether, such as the CUDA graphs of
     ``mode="reduce-overhead"`` (with ``repeats=3``).
 
     model: any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.
@@ -171,6 +172,8 @@ def _prewarm(
             raise
         return replace(nothing, reason=str(error), warnings=[f"the encoders are not warmed: {error}"])
     plan = plan_shapes(target.config, target.family, target.modalities, sizes=sizes, max_pixels=max_pixels)
+    # Before the encodes: one that hangs may keep the device's allocator, and the answer is that for this process now.
+    cudnn = {name: takes_cudnn(tower, dtype=target.dtypes[name], device=where) for name, tower in target.towers.items()}
     ranks, meter = Ranks(group), Meter(where)
 
     def prepare() -> float:
@@ -225,6 +228,7 @@ def _prewarm(
         transport_seconds=job.transport_seconds,
         compiled=any(is_compiled(model, tower) for tower in target.towers.values()),
         attention=_attention(target),
+        cudnn_attention=cudnn,
         graphs=count_graphs() - graphs,
         peak_bytes=max((each.peak_bytes for each in shapes if each.peak_bytes is not None), default=None),
         retained_bytes=retained,

@@ -10,7 +10,7 @@ from typing import Any
 from mmcopy.encoders import Config, Family, Shape
 from mmcopy.errors import ConfigError
 
-from .forecast import Forecast, foresee, outlook
+from .forecast import Forecast, foresee, outlook, plan_outlook
 from .plan import Role
 
 __all__ = ["Outcome", "PrewarmReport", "PrewarmStatus", "ShapeReport"]
@@ -56,6 +56,8 @@ class ShapeReport:
     note: str = ""
     again_seconds: float = 0.0
     """Of one more encode, on the caller's thread."""
+    on_callers_thread: bool = False
+    """Whether it was encoded on the thread that called prewarm: alone (``deadline_s=None``), or once more (a GPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +66,11 @@ class PrewarmReport:
 
     ``seconds`` is the whole of it, ``transport_seconds`` the receiver's and the collectives' part. ``graphs`` is how
     many graphs were compiled; ``compiled`` says whether the encoder is compiled at all, ``attention`` its
-    implementation. ``peak_bytes`` is the most that an encode took from the device beyond what was allocated before,
-    ``retained_bytes`` what stays allocated, ``reserved_bytes`` what torch's allocator keeps for the next encode (None
-    on the CPU): a KV cache is sized after the prewarm, out of what is free then. ``error`` is an encoder's exception.
+    implementation. ``cudnn_attention`` says for each modality whether torch took cuDNN's attention, which makes a plan
+    for every size that is new to a thread (None: not known; False on the CPU). ``peak_bytes`` is the most that an
+    encode took from the device beyond what was allocated before, ``retained_bytes`` what stays allocated,
+    ``reserved_bytes`` what torch's allocator keeps for the next encode (None on the CPU): a KV cache is sized after the
+    prewarm, out of what is free then. ``error`` is an encoder's exception.
     """
 
     status: PrewarmStatus
@@ -79,6 +83,7 @@ class PrewarmReport:
     transport_seconds: float = 0.0
     compiled: bool = False
     attention: str = ""
+    cudnn_attention: Mapping[str, bool | None] = field(default_factory=dict)
     graphs: int = 0
     peak_bytes: int | None = None
     retained_bytes: int | None = None
@@ -94,23 +99,39 @@ class PrewarmReport:
         return tuple(each.shape for each in self.shapes if each.outcome is Outcome.WARM)
 
     @property
+    def settled(self) -> tuple[Shape, ...]:
+        """The shapes that were encoded on the thread that called prewarm."""
+        return tuple(each.shape for each in self.shapes if each.outcome is Outcome.WARM and each.on_callers_thread)
+
+    @property
     def varlen(self) -> bool:
         """Whether attention takes pieces of any number and length at once."""
         return "flash" in self.attention
 
     def forecast(self, modality: str, *items: tuple[int, ...]) -> Forecast:
-        """Whether encoding ``items`` at once, such as (1024, 1024), would compile again, why, and what avoids it.
+        """Whether encoding ``items`` at once, such as (1024, 1024), would compile again, why, and what avoids it; and
+        whether attention would make a plan first, on the thread that called prewarm.
 
         Raises :class:`mmcopy.ConfigError` for a size that cannot be, or when nothing was warmed.
         """
         if self.family is None:
             raise ConfigError(f"the prewarm was {self.status}: {self.reason}")
         shape = self.family.fit(self.config, Shape(modality, items))
-        return foresee(self.family, self.config, shape, self.warmed, compiled=self.compiled, varlen=self.varlen)
+        return foresee(
+            self.family,
+            self.config,
+            shape,
+            self.warmed,
+            compiled=self.compiled,
+            varlen=self.varlen,
+            settled=self.settled,
+            cudnn=self.cudnn_attention.get(modality),
+        )
 
     @property
     def outlooks(self) -> list[str]:
-        """Which later sizes would compile again, one line a modality; empty when none would."""
+        """Which later sizes would compile again, one line a modality, and whether new ones make attention plan; empty
+        when none would."""
         if self.family is None:
             return []
         modalities = dict.fromkeys(each.shape.modality for each in self.shapes)
@@ -118,6 +139,7 @@ class PrewarmReport:
             outlook(self.family, self.config, name, self.warmed, compiled=self.compiled, varlen=self.varlen)
             for name in modalities
         ]
+        lines.append(plan_outlook([name for name in modalities if self.cudnn_attention.get(name)]))
         return [line for line in lines if line]
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,6 +154,7 @@ class PrewarmReport:
             "transport_seconds": self.transport_seconds,
             "compiled": self.compiled,
             "attention": self.attention,
+            "cudnn_attention": dict(self.cudnn_attention),
             "graphs": self.graphs,
             "peak_bytes": self.peak_bytes,
             "retained_bytes": self.retained_bytes,
@@ -146,6 +169,7 @@ class PrewarmReport:
                     "outcome": str(each.outcome),
                     "seconds": each.seconds,
                     "again_seconds": each.again_seconds,
+                    "on_callers_thread": each.on_callers_thread,
                     "graphs": each.graphs,
                     "peak_bytes": each.peak_bytes,
                     "note": each.note,
@@ -162,6 +186,8 @@ class PrewarmReport:
             text += f"; {len(self.warmed)} of {len(self.shapes)} shapes in {self.seconds:.1f} s"
         if self.compiled:
             text += f", {self.graphs} graphs compiled"
+        if any(self.cudnn_attention.values()):
+            text += ", attention plans (cuDNN) for each size that is new to a thread"
         if self.peak_bytes is not None:
             text += f", peak {self.peak_bytes / 2**20:.0f} MiB"
         return text

@@ -63,6 +63,8 @@ class Job:
     transport_seconds: float = 0.0
     error: BaseException | None = None
     late: bool = False
+    at_home: bool = False
+    """Whether the thread that works is the caller's own."""
     failure: BaseException | None = None
     """Not an encoder's: raised again by the caller."""
     _failed: set[str] = field(default_factory=set)
@@ -102,7 +104,9 @@ class Job:
                     _log.warning("%s, again: %s: %s", result.shape, type(error).__name__, error)
                     continue
                 again, compiled = time.monotonic() - started, count_graphs() - graphs
-                self.results[index] = replace(result, again_seconds=again, graphs=result.graphs + compiled)
+                self.results[index] = replace(
+                    result, again_seconds=again, graphs=result.graphs + compiled, on_callers_thread=True
+                )
 
     def abandon(self) -> list[ShapeReport]:
         """The deadline has passed, or the caller was interrupted: the results so far, the running shape as hung."""
@@ -167,7 +171,15 @@ class Job:
                 self.error = error
             kind = _OUT_OF_MEMORY if is_out_of_memory(error) else _RAISED
             return kind, ShapeReport(planned, shape, Outcome.FAILED, note=f"{type(error).__name__}: {error}")
-        return _OK, ShapeReport(planned, shape, Outcome.WARM, seconds, count_graphs() - graphs, self.meter.peak(begun))
+        return _OK, ShapeReport(
+            planned,
+            shape,
+            Outcome.WARM,
+            seconds,
+            count_graphs() - graphs,
+            self.meter.peak(begun),
+            on_callers_thread=self.at_home,
+        )
 
     def _encode_once(self, shape: Shape) -> None:
         """Its own frame holds the tensors, so that a failure's traceback can let go of them."""
@@ -208,6 +220,7 @@ def run_job(job: Job, *, timeout_s: float | None) -> list[ShapeReport]:
     None: on the caller's own thread, for as long as it takes. Raises what went wrong outside of the encoder.
     """
     if timeout_s is None:
+        job.at_home = True
         job.work()
     else:
         finished = threading.Event()
