@@ -48,7 +48,9 @@ def test_a_table_of_cold_prewarm_and_first_after(model_dir: pathlib.Path, tmp_pa
     for row in warm["rows"]:
         assert row["first_s"] > 0
         assert row["steady_s"] > 0
+        assert row["steady_iqr_s"] >= 0
         assert row["ratio"] == row["first_s"] / row["steady_s"]
+        assert row["forecast_plans"] is False, "a CPU has no cuDNN"
         assert row["forecast_compiles"] or row["graphs"] == 0
     assert [row["forecast_compiles"] for row in warm["rows"]] == [False, False, False, True]
     assert warm["report"]["status"] == "warm"
@@ -60,15 +62,23 @@ def test_a_table_of_cold_prewarm_and_first_after(model_dir: pathlib.Path, tmp_pa
     assert markdown == as_markdown(warm, cold)
     assert "| image 16x24 | - | not used | " in markdown
     assert "first after" in done.stderr
+    assert "attention sdpa (cuDNN's not taken), transformers " in markdown
+    for compiles, plans, cell in ((True, True, "compiles, plans"), (False, True, "plans"), (False, None, "-")):
+        warm["rows"][0] |= {"forecast_compiles": compiles, "forecast_plans": plans}
+        assert encoder_table(warm, cold).rows[0][-1] == cell
     assert len(encoder_table(warm, None).columns) == len(encoder_table(warm, cold).columns) - 1
 
 
 def test_an_incomplete_prewarm_is_exit_code_1(model_dir: pathlib.Path) -> None:
     """65,536 patches of attention do not end within the deadline, and what still runs does not spoil the exit."""
-    done = call("--model", model_dir, "--no-cold", "--image", "2048x2048", "--deadline-s", "0.05", "--rounds", "1")
+    done = call(
+        "--model", model_dir, "--no-cold", "--no-cudnn-attention", "--image", "2048x2048", "--deadline-s", "0.05",
+        "--rounds", "1",
+    )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "incomplete" in done.stdout
-    assert "the deadline" in done.stdout
+    assert "prewarm: incomplete, " in done.stdout
+    assert "the deadline, in " in done.stdout
+    assert "(cuDNN's off)" in done.stdout
 
 
 def test_a_decode_worker_has_nothing_to_measure(model_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

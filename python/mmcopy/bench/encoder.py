@@ -3,6 +3,11 @@
     python -m mmcopy.bench.encoder cold|warm SPEC_AS_JSON
 
 prints one line of JSON at the end. A process can be cold once; ``mmcopy prewarm`` starts two.
+
+The steady state of a shape is measured right behind its first encode, before the next shape's. A host changes its pace
+for seconds at a time (beside an H200 the same encode took 17 or 31 ms), and an encoder that waits for its host follows
+it: steady encodes of all shapes, long behind the first ones of all, made ratios of two paces, which showed the host and
+not the encoder (benches/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -36,12 +41,14 @@ class Spec:
     ``sizes`` are those that the prewarm uses (the family's own where a modality has none), ``checks`` further ones to
     encode afterwards. ``compile``: none, blocks or tower; torch gives up a function after
     ``recompile_limit`` compilations (None: torch's own, 8). ``rounds``: encodes of the steady state, each shape.
+    ``cudnn_attention``: False keeps torch from cuDNN's attention, for all of the process.
     """
 
     model: str
     device: str = "cpu"
     dtype: str = "bfloat16"
     attention: str | None = None
+    cudnn_attention: bool = True
     compile: str = "none"
     backend: str = "inductor"
     role: str = "aggregated"
@@ -61,6 +68,8 @@ class Bench:
         import torch
 
         self.spec = spec
+        if not spec.cudnn_attention:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.device = parse_device(spec.device)
         config = read_config(spec.model)
         build = load_encoders if has_weights(spec.model) else build_encoders
@@ -120,15 +129,6 @@ class Bench:
         low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
         return {"steady_s": statistics.median(seconds), "steady_iqr_s": high - low}
 
-    def in_turns(self, shapes: list[Shape]) -> list[dict[str, float]]:
-        """The same where every encode follows one of another shape, as the first ones did, and as requests do."""
-        rounds = [[self.encode(shape) for shape in shapes] for _ in range(self.spec.rounds)]
-        spread = []
-        for seconds in zip(*rounds, strict=True):
-            low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
-            spread.append({"turns_s": statistics.median(seconds), "turns_iqr_s": high - low})
-        return spread
-
     def about(self) -> dict[str, Any]:
         """What was measured on and with."""
         import torch
@@ -162,7 +162,7 @@ def measure_cold(spec: Spec) -> dict[str, Any]:
 
 
 def measure_warm(spec: Spec) -> dict[str, Any]:
-    """A prewarm, then the first encode of each of its shapes and of the checks, and the steady state of all."""
+    """A prewarm, then each of its shapes and of the checks: the first encode, and right behind it the steady state."""
     bench = Bench(spec)
     with Receiver(spec.device) as receiver:
         report = prewarm(
@@ -183,16 +183,12 @@ def measure_warm(spec: Spec) -> dict[str, Any]:
         before = count_graphs()
         seconds = bench.encode(shape)
         rows.append({"shape": str(shape), "warmed": shape in report.warmed, "first_s": seconds,
-                     "graphs": count_graphs() - before})  # fmt: skip
+                     "graphs": count_graphs() - before, **bench.steady(shape)})  # fmt: skip
+        rows[-1]["ratio"] = seconds / rows[-1]["steady_s"]
         if report.family is not None:
             forecast = report.forecast(shape.modality, *shape.items)
-            rows[-1] |= {"forecast_compiles": forecast.compiles, "forecast": str(forecast)}
-    turns = bench.in_turns(list(dict.fromkeys(shapes)))
-    for row, shape, in_turns in zip(rows, dict.fromkeys(shapes), turns, strict=True):
-        row.update(bench.steady(shape))
-        row.update(in_turns)
-        row["ratio"] = row["first_s"] / row["steady_s"]
-        row["turns_ratio"] = row["first_s"] / row["turns_s"]
+            rows[-1] |= {"forecast_compiles": forecast.compiles, "forecast_plans": forecast.plans,
+                         "forecast": str(forecast)}  # fmt: skip
     return {"about": bench.about(), "report": report.as_dict(), "rows": rows}
 
 

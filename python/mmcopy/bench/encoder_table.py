@@ -9,17 +9,7 @@ from .table import Table, time_text
 
 __all__ = ["COLUMNS", "as_markdown", "encoder_table", "notes"]
 
-COLUMNS = (
-    "shape",
-    "prewarm",
-    "first after",
-    "in turns (IQR)",
-    "first / in turns",
-    "steady (IQR)",
-    "first / steady",
-    "graphs",
-    "forecast",
-)
+COLUMNS = ("shape", "prewarm", "first after", "steady (IQR)", "first / steady", "graphs", "forecast")
 
 
 def encoder_table(warm: dict[str, Any], cold: dict[str, Any] | None) -> Table:
@@ -35,12 +25,10 @@ def encoder_table(warm: dict[str, Any], cold: dict[str, Any] | None) -> Table:
         cells += [
             time_text(spent[row["shape"]]) if row["warmed"] else "not used",
             time_text(row["first_s"]),
-            f"{time_text(row['turns_s'])} ({time_text(row['turns_iqr_s'])})",
-            f"{row['turns_ratio']:.2f}",
             f"{time_text(row['steady_s'])} ({time_text(row['steady_iqr_s'])})",
             f"{row['ratio']:.2f}",
             str(row["graphs"]),
-            "compiles" if row.get("forecast_compiles") else "-",
+            ", ".join(word for word in ("compiles", "plans") if row.get(f"forecast_{word}")) or "-",
         ]
         table.add(*cells)
     return table
@@ -50,11 +38,13 @@ def notes(warm: dict[str, Any]) -> list[str]:
     """What the table does not say."""
     about, report, spec = warm["about"], warm["report"], warm["spec"]
     mode = "eager" if spec["compile"] == "none" else f"torch.compile of the {spec['compile']} ({spec['backend']})"
+    reason = f", {report['reason']}," if report["reason"] else ""
     lines = [
         f"{about['model_type']}, {about['encoder_parameters'] / 1e6:.0f} M parameters, weights: {about['weights']}, "
-        f"{spec['dtype']}, {mode}, attention {report['attention'] or 'unknown'}, transformers {about['transformers']}",
+        f"{spec['dtype']}, {mode}, attention {report['attention'] or 'unknown'} (cuDNN's {_cudnn(warm)}), "
+        f"transformers {about['transformers']}",
         about["machine"],
-        f"prewarm: {report['status']} {report['reason']}in {time_text(report['seconds'])} "
+        f"prewarm: {report['status']}{reason} in {time_text(report['seconds'])} "
         f"(transport {time_text(report['transport_seconds'])}), {report['graphs']} graphs compiled"
         + (
             ""
@@ -63,8 +53,18 @@ def notes(warm: dict[str, Any]) -> list[str]:
             f"kept for reuse {report['reserved_bytes'] / 2**20:.0f} MiB"
         ),
     ]
-    lines.append("in turns: every encode follows one of another shape; steady: the same shape again and again")
+    lines.append("steady: the same shape again and again, right behind its first encode")
     return [*lines, *report["warnings"], *report["outlooks"]]
+
+
+def _cudnn(warm: dict[str, Any]) -> str:
+    """What became of cuDNN's attention; an encoder of several modalities has it when one of them has."""
+    if not warm["spec"]["cudnn_attention"]:
+        return "off"
+    answers = set(warm["report"]["cudnn_attention"].values())
+    if True in answers:
+        return "taken"
+    return "not taken" if answers == {False} else "unknown"
 
 
 def as_markdown(warm: dict[str, Any], cold: dict[str, Any] | None) -> str:

@@ -41,6 +41,12 @@ def add_parser(subparsers: Any) -> None:
     )
     what.add_argument("--attention", metavar="NAME", help="sdpa, eager, flash_attention_2 ... default: the model's")
     what.add_argument(
+        "--no-cudnn-attention",
+        dest="cudnn_attention",
+        action="store_false",
+        help="keep torch's sdpa from cuDNN's attention, which makes a plan for every size that is new to a thread",
+    )
+    what.add_argument(
         "--compile",
         nargs="?",
         choices=("tower", "blocks"),
@@ -108,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
+        cudnn_attention=args.cudnn_attention,
         compile=args.compile or "none",
         backend=args.backend,
         recompile_limit=args.recompile_limit,
