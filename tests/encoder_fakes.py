@@ -33,7 +33,7 @@ PLAIN = PlainFamily()
 
 
 class Tower(nn.Module):
-    """Notes every call, and does to it what ``behave`` does."""
+    """Notes every call, and does to it what ``behave`` does. ``inference``: in that mode, by ordinary tensors."""
 
     def __init__(self, behave: Callable[[torch.Tensor], object] = lambda pixels: None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Tower(nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         self.calls.append(pixels.clone())
-        self.inference.append(torch.is_inference_mode_enabled())
+        self.inference.append(torch.is_inference_mode_enabled() and not pixels.is_inference())
         self.threads.append(threading.current_thread().name)
         self.behave(pixels)
         return pixels.sum()

@@ -228,8 +228,9 @@ def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: An
     assert not report.forecast("image", (40, 24)).compiles
     before = count_graphs()
     inputs = report.family.inputs(report.config, shape)
+    tensors = make_tensors(inputs, dtype="bfloat16", device=torch.device("cuda:0"))  # ordinary ones, as a receiver's
     with torch.inference_mode():
-        report.family.encode(model, "image", make_tensors(inputs, dtype="bfloat16", device=torch.device("cuda:0")))
+        report.family.encode(model, "image", tensors)
     torch.cuda.synchronize(0)
     assert count_graphs() == before
     assert settle(lambda: "mmcopy-prewarm" not in {thread.name for thread in threading.enumerate()})

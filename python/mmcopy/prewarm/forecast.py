@@ -3,8 +3,9 @@
 The rules are those that counting compilations of real towers showed (torch 2.11, transformers 5.24, backend "eager"): a
 size that was seen is compiled; a first size is compiled for as it is, a second one that shares no side makes the sides
 dynamic; a size of one token, or a row of them, is compiled for by itself. Where attention runs piece by piece (every
-implementation but flash attention), the number of pieces is compiled in, and each number needs two sizes. A forecast of
-"compiles" is cautious: it can be wrong. One of "does not" was right for every size that was tried.
+implementation but flash attention), the number of pieces is compiled in, and each number needs two sizes, neither of
+them with one token or a row of them. All of it is for ordinary tensors in inference mode. A forecast of "compiles" is
+cautious: it can be wrong. One of "does not" was right for every size that was tried.
 
 A plan is cuDNN's attention's (attention.py): one for each size and thread. Sizes of as many tokens share one, so that a
 forecast of "plans" is cautious, too.
@@ -78,8 +79,7 @@ def foresee(
     seen = [each for each in dict.fromkeys(warmed) if (each.modality == "audio") == sound]
     if len(seen) < 2:
         return yes(f"{len(seen)} sizes were warmed, and a single one is compiled for as it is", "warm two")
-    unit = family.unit(config)
-    if unit and not sound and any(unit in item[-2:] for item in shape.items):
+    if _has_a_row(family, config, shape):
         return yes("one token high or wide is compiled for by itself", "warm that very size")
     pieces = family.segments(config, shape)
     if not pieces:
@@ -93,7 +93,7 @@ def foresee(
         if len(shape.items) > 1 and not any(len(each.items) > 1 for each in seen):
             return yes("no two items at once were warmed", "warm such a batch")
         return no("attention takes any number of pieces")
-    counts = [number for each in seen for number in family.segments(config, each)]
+    counts = _pieces(family, config, seen)
     unknown = sorted(number for number in pieces if counts.count(number) < 2)
     if unknown:
         return yes(
@@ -116,7 +116,7 @@ def outlook(
     kinds = [family.segments(config, each) for each in seen]
     if varlen or not any(kinds):
         return ""
-    counts = [number for kind in kinds for number in kind]
+    counts = _pieces(family, config, seen)
     good = sorted({number for number in counts if counts.count(number) >= 2})
     numbers = ", ".join(map(str, good)) or "none"
     if any(len(kind) > 1 for kind in kinds):
@@ -128,6 +128,18 @@ def outlook(
         f"{modality}: sizes whose attention runs in another number of pieces (pictures x frames) than {numbers} "
         f"compile again; to avoid it: {_VARLEN}, or {_MORE}"
     )
+
+
+def _has_a_row(family: Family, config: Config, shape: Shape) -> bool:
+    """Whether a picture of ``shape`` is one token high or wide."""
+    unit = family.unit(config)
+    return bool(unit) and shape.modality != "audio" and any(unit in item[-2:] for item in shape.items)
+
+
+def _pieces(family: Family, config: Config, seen: Sequence[Shape]) -> list[int]:
+    """Numbers of pieces of attention in ``seen``, each as often as it occurs; without sizes that are compiled for by
+    themselves."""
+    return [number for each in seen if not _has_a_row(family, config, each) for number in family.segments(config, each)]
 
 
 def plan_outlook(modalities: Sequence[str]) -> str:

@@ -58,8 +58,9 @@ def prewarm(
 ) -> PrewarmReport:
     """Run every encoder of ``model`` on a set of shapes, so that the first user does not wait for it.
 
-    Real encodes, of random pixels, in inference mode (serve in that mode too: torch.compile compiles again for another
-    one), each waited for: kernels are loaded and chosen, a compiled encoder is compiled, memory is allocated. The
+    Real encodes, of random pixels, in inference mode, of ordinary tensors such as those that a receiver makes outside
+    of it (serve in that way too: torch.compile compiles again for another mode, and for tensors made in inference
+    mode), each waited for: kernels are loaded and chosen, a compiled encoder is compiled, memory is allocated. The
     shapes are those of the model's family: a typical one, a second size, so that a compiler makes sizes dynamic,
     several pictures at once, a short video, the smallest, and the largest that the memory left has room for, which is
     estimated from the others and halved when it was not enough.

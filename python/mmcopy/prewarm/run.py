@@ -4,7 +4,7 @@ An encode cannot be interrupted. So it runs on a daemon thread and the caller wa
 that hangs then is reported and left behind. Between shapes the thread itself looks at the clock.
 
 On a GPU, what was encoded there is then encoded once more on the caller's thread, where it has been seen not to hang:
-CUDA's libraries keep handles, workspaces and chosen algorithms for each thread, and a compiler guards on some of that.
+cuDNN's attention has its plans for each thread (attention.py).
 """
 
 from __future__ import annotations
@@ -183,8 +183,13 @@ class Job:
 
     def _encode_once(self, shape: Shape) -> None:
         """Its own frame holds the tensors, so that a failure's traceback can let go of them."""
+        import torch
+
         inputs = self.family.inputs(self.config, shape)
-        tensors = make_tensors(inputs, dtype=self.dtypes[shape.modality], device=self.device)
+        # As a receiver makes them. Those of inference mode are of another kind, which torch.compile guards on: the
+        # first request would compile again.
+        with torch.inference_mode(False):
+            tensors = make_tensors(inputs, dtype=self.dtypes[shape.modality], device=self.device)
         self.encode(shape.modality, tensors)
         self.meter.synchronize()
 
