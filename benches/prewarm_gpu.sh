@@ -28,7 +28,7 @@ for mode in ${MODES:-eager eager-no-cudnn tower}; do
     tower | blocks) options+=(--compile "$how") ;;
     *) echo "MODES has '$mode', want eager, tower or blocks, each with or without -no-cudnn" >&2 && exit 2 ;;
     esac
-    for model in ${MODELS:-qwen2_5_vl qwen3_vl}; do
+    for model in ${MODELS:-qwen3_vl qwen2_5_vl}; do
         name=$model-$mode
         t0=$SECONDS
         left=$((${TOTAL_S:-420} - SECONDS))
