@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import mmcopy
+from mmcopy.metrics import Counter
 
 from .encoder_fakes import PLAIN, Model
 
 WORLD = 2
-SCENARIOS = ("out-of-memory", "raises", "disagree", "hangs")
+SCENARIOS = ("receives", "out-of-memory", "raises", "disagree", "hangs")
 
 
 def behaviour(scenario: str, rank: int) -> Any:
@@ -41,6 +42,7 @@ def warm(scenario: str, rank: int) -> dict[str, Any]:
     sizes = {"image": [(8, 8), (8, 16 if rank else 24)]} if scenario == "disagree" else None
     readiness = mmcopy.Readiness()
     found: dict[str, Any] = {"scenario": scenario}
+    receiver = mmcopy.Receiver("cpu", group=dist.group.WORLD) if scenario == "receives" else None
     try:
         report = mmcopy.prewarm(
             model,
@@ -52,11 +54,16 @@ def warm(scenario: str, rank: int) -> dict[str, Any]:
             device_group=dist.group.WORLD,
             deadline_s=5 if scenario == "hangs" else 60,
             readiness=readiness,
+            receiver=receiver,
         )
+        found["warnings"] = list(report.warnings)
         found |= {"status": str(report.status), "shapes": [[str(s.shape), str(s.outcome)] for s in report.shapes]}
         found["notes"] = [s.note for s in report.shapes]
     except mmcopy.PrewarmError as error:
         found["error"] = str(error)
+    if receiver is not None:
+        found["received"] = receiver.metrics.get(Counter.TENSORS_RECEIVED)
+        receiver.close()
     return found | {"encoded": [list(size[1:]) for size in model.sizes], "ready": str(readiness.state)}
 
 

@@ -52,6 +52,10 @@ def test_all_ranks_encode_the_same_shapes_and_go_smaller_together(ranks: Found) 
         assert each["notes"][-1] == "out of memory at image 32x32; out of memory at image 23x23"
 
 
+def test_a_receiver_on_the_group_is_warmed_on_all_ranks(ranks: Found) -> None:
+    assert [(each["warnings"], each["received"]) for each in ranks["receives"]] == [([], 2)] * 2
+
+
 def test_a_rank_that_fails_fails_the_shape_on_all(ranks: Found) -> None:
     for each in ranks["raises"]:
         assert each["status"] == "incomplete"

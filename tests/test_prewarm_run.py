@@ -29,9 +29,12 @@ from mmcopy import (  # noqa: E402
     prewarm,
 )
 from mmcopy.encoders import Shape  # noqa: E402
+from mmcopy.endpoint import WorkerEndpoint  # noqa: E402
+from mmcopy.metrics import Counter  # noqa: E402
 from mmcopy.prewarm import Outcome  # noqa: E402
 from mmcopy.prewarm.memory import largest_that_fits  # noqa: E402
 
+from .conftest import settle  # noqa: E402
 from .encoder_fakes import PLAIN, Model  # noqa: E402
 
 
@@ -327,6 +330,19 @@ def test_the_receiver_is_warmed_and_leaves_nothing(segments: Callable[[], list[s
         assert report.warnings == ()
         assert segments() == []
     assert sum(sum(each.values()) for name, each in counted.items() if "tensors_received" in name) == 4
+
+
+def test_leases_are_warmed_where_the_receiver_has_an_endpoint(
+    tmp_path: pathlib.Path, segments: Callable[[], list[str]]
+) -> None:
+    metrics = Metrics()
+    with WorkerEndpoint(tmp_path / "s") as endpoint, Receiver("cpu", metrics=metrics, endpoint=endpoint) as receiver:
+        report = warm(Model(), receiver=receiver)
+        assert report.warnings == ()
+        assert metrics.get(Counter.TENSORS_RECEIVED, "lease") == 8
+        assert metrics.get(Counter.TENSORS_RECEIVED, "segment") == 2
+        assert settle(lambda: not endpoint.native.arenas())  # its sender has gone
+    assert segments() == []
 
 
 def test_a_receiver_that_cannot_is_a_warning(shm_dir: pathlib.Path) -> None:

@@ -113,6 +113,7 @@ class Receiver:
         self._pending: set[PendingReceive] = set()
         self._timeout_s = parse_seconds(timeout_s, setting="Receiver.timeout_s")
         self.endpoint = endpoint
+        self.group = group
         leases = LeaseOpener(endpoint, self.metrics, timeout_s=self._timeout_s)
         self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics, leases=leases)
         threads = parse_count(

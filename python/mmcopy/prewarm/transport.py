@@ -1,10 +1,13 @@
-"""The transport's first time: pinned slots, copy threads, the copy stream, segments and collectives."""
+"""The transport's first time: pinned slots, copy threads, the copy stream, segments, an arena and collectives."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from mmcopy.config import TransportConfig
+from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.errors import MmcopyError
+from mmcopy.policy import ENDPOINT_LABEL
 from mmcopy.receiver import Receiver
 from mmcopy.sender import Sender
 
@@ -14,20 +17,44 @@ _SIZES = (64 << 10, 4 << 20)
 """One chunk that the caller copies by itself, and several that the copy threads share."""
 
 
-def warm_receiver(receiver: Receiver) -> None:
-    """Receive two tensors from segments and two from messages, as a request's would be, and drop them.
+_ARENA_BYTES = 16 << 20
+_PROOF_LIMIT_S = 5.0
 
-    Blocks until the bytes are on the device. A segment that cannot be written is received inline instead.
+
+def warm_receiver(receiver: Receiver) -> None:
+    """Receive two tensors from segments, two from messages and, where the receiver has an endpoint, some from an arena,
+    as a request's would be, and drop them.
+
+    Blocks until the bytes are on the device. A segment that cannot be written is received inline instead, and so is a
+    lease whose arena is not there within 5 s. On a group, where all ranks have to be given the same, only messages.
     """
     import numpy as np
 
+    arrays = [np.ones(size, np.uint8) for size in _SIZES]
+    with Sender(TransportConfig(mode="inline")) as sender:
+        receiver.receive([sender.send(array) for array in arrays])
+    if receiver.group is not None:
+        return
+    if receiver.endpoint is not None:
+        _warm_leases(receiver, receiver.endpoint.path, arrays)
     with Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=receiver.shm_dir) as sender:
-        arrays = [np.ones(size, np.uint8) for size in _SIZES]
         for data in (sender.send(array) for array in arrays):
             with sender.guard(data):
                 receiver.receive(data)
-    with Sender(TransportConfig(mode="inline")) as sender:
-        receiver.receive([sender.send(np.ones(size, np.uint8)) for size in _SIZES])
+
+
+def _warm_leases(receiver: Receiver, socket: str, arrays: list[Any]) -> None:
+    """An arena of our own: handed over, registered and let go, as each sender's is. Side by side, and scattered."""
+    worker = WorkerSpec("grpc://prewarm.invalid", labels={ENDPOINT_LABEL: socket})
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=0), arena_bytes=_ARENA_BYTES) as sender:
+        with contextlib.suppress(MmcopyError):
+            sender.prove(worker, timeout_s=_PROOF_LIMIT_S)
+        together = sender.send_many(arrays, worker=worker)
+        with sender.guard(*together):
+            receiver.receive(together)
+        scattered = [sender.send(arrays[0], worker=worker) for _ in range(6)]
+        with sender.guard(*scattered):
+            receiver.receive(scattered[::-1])
 
 
 def warm_collectives(group: Any, device: Any) -> None:
