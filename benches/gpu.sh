@@ -7,25 +7,8 @@
 # WHEEL_FOLDER holds mmcopy's wheel (`make wheel`) and whatever wheels this machine lacks; nothing is downloaded. python3
 # must have torch, cupy, matplotlib, pytest and its plugins timeout and benchmark. Packages go to a temporary folder, not
 # into the environment.
-set -u -o pipefail
-wheels=$1 out=$2
-cd "$(dirname "$0")/.."
-site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 1
-# The package under test is the wheel: python/ of the checkout must not be on the path.
-export PYTHONPATH=$site PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
-mkdir -p "$out"
-status=0
-step() { # NAME SECONDS COMMAND...
-    local name=$1 limit=$2 t0=$SECONDS
-    shift 2
-    echo "== $name: $*"
-    timeout "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 60
-    local rc=${PIPESTATUS[0]}
-    echo "== $name: exit $rc after $((SECONDS - t0)) s"
-    [ "$rc" -eq 0 ] || status=1
-}
+cd "$(dirname "$0")/.." || exit 1
+. benches/steps.sh
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 step doctor 60 python3 -m mmcopy doctor
 step tests 400 python3 -m pytest tests/gpu tests/doctor tests/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
