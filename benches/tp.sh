@@ -19,6 +19,8 @@ step cpu-tests 300 python3 -m pytest tests/test_parallel_receive.py tests/test_p
     tests/test_parallel_leases.py tests/test_tokenspeed_ranks.py -q -W default -p no:cacheprovider
 for ((ranks = 2; ranks <= gpus; ranks *= 2)); do
     step "bench-$ranks" 240 python3 -m mmcopy bench tp --device cuda --ranks "$ranks" --threads 8 --seconds 3 --json
+    step "bench-$ranks-lease" 240 python3 -m mmcopy bench tp --device cuda --ranks "$ranks" --payload lease \
+        --sizes 64KiB,1MiB,16MiB,64MiB,256MiB --seconds 3 --json
     step "bench-$ranks-torchrun" 120 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
         -m mmcopy bench tp --device cuda --threads 4 --sizes 64MiB,256MiB --seconds 2 --json
 done

@@ -50,6 +50,18 @@ def test_ranks_of_its_own(capsys: pytest.CaptureFixture[str], segments: Added, n
     assert segments() == []
 
 
+def test_leases_of_ranks_that_all_have_the_arena(
+    capsys: pytest.CaptureFixture[str], segments: Added, nothing_left_open: None
+) -> None:
+    assert main([*SMALL, "--ranks", "2", "--payload", "lease", "--json"]) == 0
+    told = capsys.readouterr()
+    result = json.loads(told.out)
+    assert result["payload"] == "lease"
+    check_result(result)
+    assert "Leases are written before." in told.err
+    assert segments() == []
+
+
 def test_ranks_that_torchrun_has_started(segments: Added) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mmcopy", *SMALL,
@@ -62,10 +74,15 @@ def test_ranks_that_torchrun_has_started(segments: Added) -> None:
     assert segments() == []
 
 
-def test_a_signal_ends_all_ranks_and_leaves_nothing(segments: Added, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("payload", ["segment", "lease"])
+def test_a_signal_ends_all_ranks_and_leaves_nothing(
+    segments: Added, tmp_path_factory: pytest.TempPathFactory, payload: str
+) -> None:
+    folder = tmp_path_factory.mktemp("t")  # a short path, for sockets
     command = [sys.executable, "-m", "mmcopy", "bench", "tp", "--sizes", "1MiB", "--seconds", "3000"]
+    command += ["--payload", payload]
     child = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)}
     )
     try:
         assert child.stderr is not None
@@ -77,7 +94,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(segments: Added, tmp_path: p
         child.wait()
     assert child.returncode == 128 + signal.SIGINT, errors
     assert b"stopped by SIGINT" in errors
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
     assert segments() == []
 
 

@@ -130,9 +130,12 @@ class Segments:
 
 
 class Leases:
-    """Publishes a load through a sender's arena, all tensors of a request at once."""
+    """Publishes a load through a sender's arena for one worker, or for several that each read it, all tensors of a
+    request at once."""
 
-    def __init__(self, sender: Sender, worker: WorkerSpec, load: Load, *, is_streamed: bool = False) -> None:
+    def __init__(
+        self, sender: Sender, worker: WorkerSpec | Sequence[WorkerSpec], load: Load, *, is_streamed: bool = False
+    ) -> None:
         self._sender = sender
         self._worker = worker
         self._load = load

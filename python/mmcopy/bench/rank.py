@@ -39,4 +39,4 @@ def result_from(text: str) -> TpResult:
     """A result that was written as JSON."""
     given = json.loads(text)
     rows = tuple(TpRow(**row) for row in given["rows"])
-    return TpResult(given["header"], given["ranks"], rows, BreakEven(**given["break_even"]))
+    return TpResult(given["header"], given["ranks"], rows, BreakEven(**given["break_even"]), given["payload"])

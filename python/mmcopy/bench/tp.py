@@ -1,19 +1,23 @@
 """``mmcopy bench tp``: the three strategies of a group beside one rank's plain receive, on every rank of the group.
 
 Rank 0 publishes and decides; each round's order goes to all. A round's time is the slowest rank's, from a common start
-until its device is synchronised; publishing is not timed.
+until its device is synchronised; publishing is not timed. Leases are for all ranks that take part, each of which has an
+endpoint, and they are written when the time begins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmcopy.config import TransportConfig
+from mmcopy.config import TransportConfig, WorkerSpec
 from mmcopy.doctor.line import bytes_text
+from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError, PeerFailedError
 from mmcopy.parallel import ParallelOptions, Strategy
 from mmcopy.receiver import Receiver
@@ -23,16 +27,23 @@ from .breakeven import BreakEven, find_break_even
 from .h2d import SHM_DIR
 from .load import Load
 from .machine import describe
-from .paths import Segments
+from .paths import Leases, Segments, arena_bytes_for
 from .place import place_for
 from .plan import Case, Effort, turn
 from .report import median_and_iqr
 from .table import Table, time_text
 
-__all__ = ["ONE", "TpResult", "TpRow", "TpSpec", "run_rank", "tp_notes", "tp_table"]
+__all__ = ["ONE", "Payload", "TpResult", "TpRow", "TpSpec", "run_rank", "tp_notes", "tp_table"]
 
 ONE = "one rank alone"
 PATHS = (ONE, *(strategy.value for strategy in Strategy))
+
+
+class Payload(enum.StrEnum):
+    """What the tensors are sent as."""
+
+    SEGMENT = "segment"
+    LEASE = "lease"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,7 @@ class TpSpec:
     num_threads: int | None = None
     effort: Effort = field(default_factory=Effort)
     timeout_s: float = 60.0
+    payload: str = Payload.SEGMENT.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class TpResult:
     ranks: int
     rows: tuple[TpRow, ...]
     break_even: BreakEven
+    payload: str = Payload.SEGMENT.value
 
     def as_record(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -76,6 +89,7 @@ class TpResult:
         return {
             "header": self.header,
             "ranks": self.ranks,
+            "payload": self.payload,
             "rows": [asdict(row) for row in self.rows],
             "broadcast_from_bytes": self.break_even.broadcast_bytes,
             "scatter_from_bytes": self.break_even.scatter_bytes,
@@ -120,6 +134,53 @@ class _Peers:
         return float(max(each or 0.0 for each, _ in told))
 
 
+class _Way:
+    """One path's receiver on this rank, None where the rank has no part in it, and on rank 0 its sender."""
+
+    def __init__(self, spec: TpSpec, peers: _Peers, path: str, *, local_rank: int, stack: contextlib.ExitStack) -> None:
+        self._peers = peers
+        self.receiver: Receiver | None = None
+        self._sender: Sender | None = None
+        endpoint: WorkerEndpoint | None = None
+        is_lease = spec.payload == Payload.LEASE
+        if path != ONE or peers.rank == 0:
+            group = {} if path == ONE else {"group": peers.group, "parallel": ParallelOptions(strategy=path)}
+            if is_lease:  # one a receiver, because a process registers an arena's mapping once
+                endpoint = stack.enter_context(
+                    WorkerEndpoint(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcopy-bench-")))
+                )
+            self.receiver = stack.enter_context(
+                Receiver(
+                    spec.device if spec.device == "cpu" else f"cuda:{local_rank}",
+                    shm_dir=SHM_DIR,
+                    num_threads=spec.num_threads,
+                    timeout_s=spec.timeout_s,
+                    endpoint=endpoint,
+                    **group,
+                )
+            )
+        sockets = peers.gather(None if endpoint is None else endpoint.path)
+        self._workers = [
+            WorkerSpec(f"grpc://rank:{rank}", labels={"mmcopy_endpoint": socket})
+            for rank, socket in enumerate(sockets)
+            if socket is not None
+        ]
+        if peers.rank == 0:
+            nbytes = arena_bytes_for([Case(nbytes) for nbytes in spec.sizes]) if is_lease else 0
+            config = TransportConfig(mode="auto" if is_lease else "shm", shm_min_bytes=0)
+            self._sender = stack.enter_context(Sender(config, shm_dir=SHM_DIR, arena_bytes=nbytes))
+            for worker in self._workers:
+                self._sender.prove(worker, timeout_s=spec.timeout_s)
+
+    def publisher(self, load: Load) -> Segments | Leases | None:
+        """What publishes a load for this way; None but on rank 0."""
+        if self._sender is None:
+            return None
+        if self._workers:
+            return Leases(self._sender, self._workers, load)
+        return Segments(self._sender, load, shm_dir=SHM_DIR)
+
+
 def run_rank(
     spec: TpSpec,
     *,
@@ -130,51 +191,43 @@ def run_rank(
     """One rank's part, in a process whose default group is made; the result on rank 0, None on the others. Blocks.
 
     On every rank alike: raises :class:`BytesDifferError` where a rank got wrong bytes, PeerFailedError on the other
-    ranks, :class:`NoSpaceError`, :class:`DeviceError`. Nothing is left in /dev/shm.
+    ranks, :class:`NoSpaceError` (also for leases where a rank cannot take the arena), :class:`DeviceError`. Nothing is
+    left in /dev/shm.
     """
     peers = _Peers()
-    device = spec.device if spec.device == "cpu" else f"cuda:{local_rank}"
     cases = [Case(nbytes) for nbytes in spec.sizes]
     rows: list[TpRow] = []
     with contextlib.ExitStack() as stack:
-
-        def receiver(**options: Any) -> Receiver:
-            return stack.enter_context(
-                Receiver(device, shm_dir=SHM_DIR, num_threads=spec.num_threads, timeout_s=spec.timeout_s, **options)
-            )
-
-        ways: dict[str, Receiver | None] = {ONE: receiver() if peers.rank == 0 else None}
-        for strategy in Strategy:
-            ways[strategy.value] = receiver(group=peers.group, parallel=ParallelOptions(strategy=strategy))
-        sender = stack.enter_context(Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=SHM_DIR))
+        ways = {path: _Way(spec, peers, path, local_rank=local_rank, stack=stack) for path in PATHS}
+        device = spec.device if spec.device == "cpu" else f"cuda:{local_rank}"
         header = f"{peers.size} ranks; {describe(device)}"
         say(header)
         for number, case in enumerate(cases, 1):
             load = Load(case, place_for(device), seed=number)
-            seconds = _measure(ways, load, Segments(sender, load, shm_dir=SHM_DIR), peers, spec.effort, poll)
+            seconds = _measure(ways, load, peers, spec.effort, poll)
             rows += _rows(case, seconds)
             say(f"[{number}/{len(cases)}] {case.label}: rounds {len(seconds[ONE])}")
             del load
     if peers.rank:
         return None
     medians = {path: {row.nbytes: row.median_s for row in rows if row.path == path} for path in PATHS}
-    return TpResult(header, peers.size, tuple(rows), find_break_even(peers.size, medians))
+    return TpResult(header, peers.size, tuple(rows), find_break_even(peers.size, medians), spec.payload)
 
 
 def _measure(
-    ways: dict[str, Receiver | None],
-    load: Load,
-    segments: Segments,
-    peers: _Peers,
-    effort: Effort,
-    poll: Callable[[], None],
+    ways: dict[str, _Way], load: Load, peers: _Peers, effort: Effort, poll: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Each way's bytes checked on every rank, one round to warm up, then rounds in turns."""
+    publishers = {path: way.publisher(load) for path, way in ways.items()}
+
+    def deliver(path: str, *, check: bool = False) -> float:
+        return _deliver(path, ways[path].receiver, load, publishers[path], peers, check=check)
+
     for path in PATHS:
         load.change()
-        _deliver(path, ways[path], load, segments, peers, check=True)
+        deliver(path, check=True)
     for path in PATHS:
-        _deliver(path, ways[path], load, segments, peers)
+        deliver(path)
     seconds: dict[str, list[float]] = {path: [] for path in PATHS}
     started, rounds = time.perf_counter(), 0
     while True:
@@ -183,20 +236,26 @@ def _measure(
         if peers.share(is_enough):
             return seconds
         for path in turn(PATHS, rounds):
-            seconds[path].append(_deliver(path, ways[path], load, segments, peers))
+            seconds[path].append(deliver(path))
         rounds += 1
 
 
 def _deliver(
-    path: str, receiver: Receiver | None, load: Load, segments: Segments, peers: _Peers, *, check: bool = False
+    path: str,
+    receiver: Receiver | None,
+    load: Load,
+    publisher: Segments | Leases | None,
+    peers: _Peers,
+    *,
+    check: bool,
 ) -> float:
-    """One delivery; the seconds of the slowest rank that has part in it."""
-    sent: list[Any] = []
+    """One delivery; the seconds of the slowest rank that has part in it. ``publisher`` is rank 0's."""
+    sent: Sequence[Any] = []
     error: MmcopyError | None = None
     seconds = 0.0
-    if peers.rank == 0:
+    if publisher is not None:
         try:
-            sent = segments.publish()
+            sent = publisher.publish()
         except MmcopyError as failure:
             error = failure
     peers.slowest(None, error)
@@ -216,10 +275,11 @@ def _deliver(
             error = failure
         slowest = peers.slowest(seconds, error)
     except BaseException:
-        segments.cancel(sent)
+        if publisher is not None:
+            publisher.cancel(sent)
         raise
-    if peers.rank == 0:
-        segments.settle(sent)
+    if publisher is not None:
+        publisher.settle(sent)
     return slowest
 
 
@@ -255,7 +315,8 @@ def tp_notes(result: TpResult) -> str:
     """What the columns mean, and what to use."""
     return (
         "Time runs from a common start until the slowest rank's device is synchronised; agreement included.\n"
-        "of one: speed over one rank's plain receive while the others rest. Segments are new each time.\n"
-        "GB/s is 1e9 bytes a second that each rank gets; KiB, MiB and GiB are powers of 1024.\n"
+        "of one: speed over one rank's plain receive while the others rest. "
+        + ("Segments are new each time.\n" if result.payload == Payload.SEGMENT else "Leases are written before.\n")
+        + "GB/s is 1e9 bytes a second that each rank gets; KiB, MiB and GiB are powers of 1024.\n"
         + result.break_even.advice
     )

@@ -24,10 +24,11 @@ __all__ = ["add_parser", "run"]
 
 DEFAULT_SIZES = "64KiB,1MiB,16MiB,32MiB,64MiB,128MiB,256MiB,512MiB"
 DESCRIPTION = (
-    "Receive new segments on a group of ranks: every rank reads (each), one rank reads and broadcasts (broadcast), "
-    "every rank reads a share and the shares are gathered (scatter), beside one rank's plain receive, in turns. Prints "
-    "from which size on which one is fastest, and the settings to use. Under torchrun each process is a rank; "
-    "otherwise --ranks of them are started here. Exit code 1 when a rank gets wrong bytes; 2 when it could not run."
+    "Receive new segments, or leases, on a group of ranks: every rank reads (each), one rank reads and broadcasts "
+    "(broadcast), every rank reads a share and the shares are gathered (scatter), beside one rank's plain receive, in "
+    "turns. Prints from which size on which one is fastest, and the settings to use. Under torchrun each process is a "
+    "rank; otherwise --ranks of them are started here. Exit code 1 when a rank gets wrong bytes; 2 when it could not "
+    "run."
 )
 POLL_S = 0.05
 LINGER_S = 10.0
@@ -55,6 +56,12 @@ def add_parser(which: Any) -> None:
         metavar="N",
         help="copy threads of each rank. default: a receiver's own",
     )
+    tp.add_argument(
+        "--payload",
+        choices=("segment", "lease"),
+        default="segment",
+        help="new segments, or leases of an arena that every rank has (on one host). default: %(default)s",
+    )
     tp.set_defaults(run=run)
 
 
@@ -69,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to measure: give at least one size with --sizes")
     if args.device not in ("cpu", "cuda"):
         raise ConfigError(f"device is {args.device!r}, want 'cpu', or 'cuda': rank r takes cuda:r")
-    check_space([Case(nbytes) for nbytes in args.sizes], free_bytes=free_bytes(SHM_DIR), shm_dir=SHM_DIR)
-    spec = TpSpec(tuple(sorted(args.sizes)), args.device, args.threads, effort(args))
+    if args.payload == "segment":  # an arena is refused by its sender where there is no room
+        check_space([Case(nbytes) for nbytes in args.sizes], free_bytes=free_bytes(SHM_DIR), shm_dir=SHM_DIR)
+    spec = TpSpec(tuple(sorted(args.sizes)), args.device, args.threads, effort(args), payload=args.payload)
     found = _torch()
     if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ:  # torchrun's own names
         return _as_a_rank(spec, args)
