@@ -20,21 +20,21 @@ MIB = 1 << 20
 
 
 class Group(NamedTuple):
-    """Two ranks, whose receivers are called by strategy; ``workers[rank]`` is a rank as a sender sees it."""
+    """Ranks, whose receivers are called by strategy; ``workers[rank]`` is a rank as a sender sees it."""
 
     ranks: Ranks
     workers: list[WorkerSpec]
 
 
-def started(directory: pathlib.Path, timeout_s: float = 20.0) -> Group:
-    """By name, receivers with an endpoint on both ranks; by ``"<name> 1"`` with one on rank 1 alone."""
-    ranks = Ranks(2, directory)
+def started(directory: pathlib.Path, *, size: int = 2, timeout_s: float = 20.0) -> Group:
+    """By name, receivers with an endpoint on every rank; by ``"<name> 1"`` with none on rank 0."""
+    ranks = Ranks(size, directory)
     paths: list[str] = []
     for name in STRATEGIES:
         made: dict[str, Any] = {"do": "make", "parallel": {"strategy": name}, "options": {"timeout_s": timeout_s}}
-        with_endpoint = [{**made, "endpoint": str(directory / f"sockets{rank}")} for rank in range(2)]
+        with_endpoint = [{**made, "endpoint": str(directory / f"sockets{rank}")} for rank in range(size)]
         paths = [answer["endpoint"] for answer in ranks.each([{**each, "name": name} for each in with_endpoint])]
-        ranks.each([{**made, "name": f"{name} 1"}, {**with_endpoint[1], "name": f"{name} 1"}])
+        ranks.each([{**each, "name": f"{name} 1"} for each in [made, *with_endpoint[1:]]])
     return Group(
         ranks, [WorkerSpec(f"grpc://127.0.0.1:{n}", labels={"mmcopy_endpoint": p}) for n, p in enumerate(paths)]
     )
@@ -78,6 +78,49 @@ def test_every_rank_has_all_and_gives_its_own_back(group: Group, sender: Sender,
     assert [answer.get("tensors", answer) for answer in answers] == [expected] * 2
     # Also the rank that has read nothing of it, or a part.
     assert [now - then for now, then in zip(released(answers), before, strict=True)] == [4, 4]
+
+
+def test_four_ranks_and_every_kind_of_tensor(tmp_path: pathlib.Path, segments: Callable[[], list[str]]) -> None:
+    """Mixed dtypes, uneven sizes, empty and 0-d, as leases for all ranks and for three of them."""
+    arrays = [
+        random_bytes(4 * 1176 * 30).view(np.float32).reshape(30, 1176),
+        np.array([[1, 30, 40]]),
+        np.float32(2.5),
+        np.empty((0, 5), np.float16),
+        random_bytes(257).view(np.int8),
+        random_bytes(MIB + 2).view(np.uint16),
+    ]
+    dtypes = ["float32", "int64", "float32", "float16", "int8", "uint16"]
+    expected = [
+        {**wanted(np.asarray(a), dtype), "shape": list(np.shape(a))} for a, dtype in zip(arrays, dtypes, strict=True)
+    ]
+    group = started(tmp_path, size=4)
+    with group.ranks, Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=8 * MIB) as sender:
+        for worker in group.workers:
+            sender.prove(worker, timeout_s=20)
+        for strategy in STRATEGIES:
+            for receiver, workers in [(strategy, group.workers), (f"{strategy} 1", group.workers[1:])]:
+                items = sender.send_many(arrays, worker=workers)
+                assert [item.path for item in items] == ["lease"] * 3 + ["inline"] + ["lease"] * 2
+                answers = group.ranks.receive(items, receiver=receiver)
+                assert [answer.get("tensors", answer) for answer in answers] == [expected] * 4
+                assert settle(lambda: sender.leases_out == 0)
+    assert segments() == []
+
+
+def test_a_thousand_leases_without_growth(group: Group, sender: Sender) -> None:
+    array = random_bytes(5000)
+    states = []
+    for n in range(1000):
+        data = sender.send(array, worker=group.workers)
+        assert data.path == "lease"
+        answers = group.ranks.receive([data], receiver=STRATEGIES[n % 3])
+        assert [answer.get("tensors", answer) for answer in answers] == [[wanted(array, "uint8")]] * 2
+        if n in (100, 999):
+            states.append(group.ranks.all("tell_state"))
+    for early, late in zip(*states, strict=True):
+        assert (late["descriptors"], late["threads"]) == (early["descriptors"], early["threads"])
+        assert late["rss_kib"] - early["rss_kib"] < 8 << 10
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -208,37 +208,45 @@ def test_windows_cut_leases_and_each_goes_back_once(
 
 
 @pytest.fixture(scope="module")
-def ranks(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, list[WorkerSpec]]]:
+def ranks(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, dict[str, list[WorkerSpec]]]]:
+    """The ranks, and by strategy the two workers: an endpoint each, because a process registers a mapping once."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     directory = tmp_path_factory.mktemp("ranks")
+    workers: dict[str, list[WorkerSpec]] = {}
     with Ranks(2, directory, environment=[{"RANK_BACKEND": "cpu:gloo,cuda:nccl"}] * 2) as ranks:
         for name in STRATEGIES:
             answers = ranks.each(
                 [
                     {"do": "make", "name": name, "device": f"cuda:{n}", "parallel": {"strategy": name},
-                     "endpoint": str(directory / f"sockets{n}"), "options": {"timeout_s": 20}}
+                     "endpoint": str(directory / f"{name}{n}"), "options": {"timeout_s": 20}}
                     for n in range(2)
                 ]
             )  # fmt: skip
-        labels = [{"mmcopy_endpoint": answer["endpoint"]} for answer in answers]
-        yield ranks, [WorkerSpec(f"grpc://127.0.0.1:{n}", labels=each) for n, each in enumerate(labels)]
+            workers[name] = [
+                WorkerSpec(f"grpc://127.0.0.1:{n}", labels={"mmcopy_endpoint": answer["endpoint"]})
+                for n, answer in enumerate(answers)
+            ]
+        yield ranks, workers
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("consumers", [[0, 1], [0], [1]])
 def test_two_gpus_have_the_same_bytes(
-    ranks: tuple[Ranks, list[WorkerSpec]], segments: Callable[[], list[str]], strategy: str, consumers: list[int]
+    ranks: tuple[Ranks, dict[str, list[WorkerSpec]]],
+    segments: Callable[[], list[str]],
+    strategy: str,
+    consumers: list[int],
 ) -> None:
     """Leases for both ranks, or for one of them, which then reads for the other."""
-    group, workers = ranks
+    group, workers = ranks[0], ranks[1][strategy]
     named = [workers[n] for n in consumers]
     with Sender(ALWAYS, arena_bytes=128 * MIB) as sender:
         for worker in workers:
             sender.prove(worker, timeout_s=20)
         for seed in range(30):
             sources = [random_bytes(seed * 1_000_003 % (40 * MIB) + 1, seed), random_bytes(1001, seed)]
-            items = sender.send_many(sources, worker=named)
+            items = sender.send_many(sources, worker=named, consumers=len(named))
             assert {item.path for item in items} == {"lease"}
             answers = group.receive(items, receiver=strategy)
             assert [a.get("tensors", a) for a in answers] == [[wanted(source, "uint8") for source in sources]] * 2
