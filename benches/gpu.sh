@@ -16,7 +16,9 @@ for engine in tokenspeed vllm; do
     step "demo-$engine" 90 python3 -m mmcopy demo --engine "$engine" --device cuda:0 --requests 6 --json
 done
 step demo-epd 90 python3 -m mmcopy demo --topology epd --device cuda:0 --json
+step demo-arena 90 python3 -m mmcopy demo --gateway mmcopy --device cuda:0 --json
 step h2d 180 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --json --plot "$out/h2d.png"
+step flat 120 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --sizes 64MiB,256MiB,1GiB,4GiB --batches none --no-baselines
 step e2e 180 python3 -m mmcopy bench e2e --device cuda:0 --threads 8 --json --plot "$out/e2e.png"
 step rest 90 python3 benches/rest.py --device cuda:0
 step sweep 120 python3 -m mmcopy bench copy --device cuda:0

@@ -10,16 +10,10 @@
 # MODELS and MODES choose: eager, or compiled as tower or blocks; each with -no-cudnn keeps torch from cuDNN's attention and has
 # no cold process. Compiled ones take the longest and come last. ROUNDS is the number of steady encodes. LIMIT_S bounds each
 # run and TOTAL_S all of them: what does not begin in time is left out, and what runs then is ended.
-set -u -o pipefail
-wheels=$1 out=$2 device=${3:-cuda:0}
-cd "$(dirname "$0")/.."
-site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
-python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 1
-# The package under test is the wheel: python/ of the checkout must not be on the path.
-export PYTHONPATH=$site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-mkdir -p "$out"
-status=0
+cd "$(dirname "$0")/.." || exit 1
+. benches/steps.sh
+export HF_HUB_OFFLINE=1
+device=${3:-cuda:0}
 for mode in ${MODES:-eager eager-no-cudnn tower}; do
     options=() how=${mode%-no-cudnn}
     [ "$how" = "$mode" ] || options+=(--no-cudnn-attention --no-cold)

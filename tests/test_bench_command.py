@@ -41,6 +41,16 @@ def check_records(records: list[dict[str, Any]], paths: list[str], cases: list[t
             assert row["iqr_s"] >= 0
 
 
+def test_without_baselines_nothing_is_compared_with_them(capsys: pytest.CaptureFixture[str], segments: Added) -> None:
+    assert main([*SMALL, "--no-baselines", "--json"]) == 0
+    captured = capsys.readouterr()
+    records = json.loads(captured.out.splitlines()[-1])
+    assert [record["path"] for record in records] == PATHS[:3] * 3
+    assert {record["versus"] for record in records} == {None}
+    assert "staged" not in captured.err
+    assert segments() == []
+
+
 def test_json_is_the_last_line_and_agrees_with_itself(
     capsys: pytest.CaptureFixture[str], segments: Added, nothing_left_open: None
 ) -> None:

@@ -102,7 +102,7 @@ def _cells(row: E2eRow) -> tuple[str, ...]:
         time_text(row.median_s),
         time_text(row.iqr_s),
         f"{row.gbps:.2f}",
-        f"{row.versus:.2f}x",
+        row.versus_text,
         time_text(row.receive_s),
         f"{row.consumer_cpu_s_per_gib:.3f}",
     )

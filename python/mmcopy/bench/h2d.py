@@ -48,6 +48,7 @@ def run_h2d(
     device: str = "cpu",
     num_threads: int | None = None,
     effort: Effort | None = None,
+    with_baselines: bool = True,
     poll: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> H2dResult:
@@ -81,6 +82,7 @@ def run_h2d(
         for number, case in enumerate(cases, 1):
             load = Load(case, place, seed=number)
             paths = h2d_paths(load, sender, receiver, shm_dir=SHM_DIR, worker=worker)
+            paths = [path for path in paths if with_baselines or path.role is not Role.BASELINE]
             seconds = measure(paths, load, effort, poll=poll)
             rows += rows_of(case, paths, seconds)
             roles.update({path.name: path.role for path in paths})
@@ -101,7 +103,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         time_text(row.iqr_s),
         f"{row.gbps:.2f}",
         f"{row.of_limit:.2f}",
-        f"{row.versus:.2f}x",
+        row.versus_text,
     )
 
 

@@ -32,8 +32,12 @@ class Row:
     """1e9 bytes a second: nbytes * count / median_s / 1e9."""
     of_limit: float
     """gbps over that of the limit."""
-    versus: float
-    """gbps over that of the best baseline: 2.0 is twice as fast."""
+    versus: float | None
+    """gbps over that of the best baseline: 2.0 is twice as fast. None where none was measured."""
+
+    @property
+    def versus_text(self) -> str:
+        return "-" if self.versus is None else f"{self.versus:.2f}x"
 
 
 def median_and_iqr(seconds: Sequence[float]) -> tuple[float, float]:
@@ -45,11 +49,11 @@ def median_and_iqr(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The case's rows in the order of ``paths``, which hold one limit and at least one baseline."""
+    """The case's rows in the order of ``paths``, which hold one limit."""
     timed = {path.name: median_and_iqr(seconds[path.name]) for path in paths}
     gbps = {name: case.total_bytes / median / 1e9 for name, (median, _) in timed.items()}
     limit = next(gbps[path.name] for path in paths if path.role is Role.LIMIT)
-    best = max(gbps[path.name] for path in paths if path.role is Role.BASELINE)
+    best = max((gbps[path.name] for path in paths if path.role is Role.BASELINE), default=None)
     return [
         Row(
             path=name,
@@ -59,7 +63,7 @@ def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[fl
             iqr_s=iqr,
             gbps=gbps[name],
             of_limit=gbps[name] / limit,
-            versus=gbps[name] / best,
+            versus=None if best is None else gbps[name] / best,
         )
         for name, (median, iqr) in timed.items()
     ]

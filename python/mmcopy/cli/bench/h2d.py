@@ -26,6 +26,12 @@ def add_parser(which: Any) -> None:
         ),
     )
     add_cases(h2d, threads_help="copy threads of the receiver. default: its own")
+    h2d.add_argument(
+        "--no-baselines",
+        dest="with_baselines",
+        action="store_false",
+        help="leave out plain code, which takes most of the time at large sizes",
+    )
     h2d.set_defaults(run=run)
 
 
@@ -33,5 +39,10 @@ def run(args: argparse.Namespace) -> int:
     """``mmcopy bench h2d``. Returns 0, or 1 for wrong or left-over bytes; raises when it could not run."""
     from mmcopy.bench.h2d import h2d_notes, h2d_table, run_h2d
 
-    options = {"device": args.device, "num_threads": args.threads, "effort": effort(args)}
+    options = {
+        "device": args.device,
+        "num_threads": args.threads,
+        "effort": effort(args),
+        "with_baselines": args.with_baselines,
+    }
     return run_cases(args, functools.partial(run_h2d, **options), h2d_table, h2d_notes)
