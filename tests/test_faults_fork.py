@@ -8,13 +8,13 @@ import pathlib
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mmcopy import ClosedError, Inline, Receiver, TensorData, TransportConfig, WorkerSpec
+from mmcopy import ClosedError, Inline, Receiver, TensorData, TransportConfig, WorkerSpec, _native
 from mmcopy import Sender as PlainSender
-from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.outgoing import StreamingSend
 
 from .conftest import settle
@@ -125,6 +125,36 @@ def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
         for child in children:
             os.kill(child, signal.SIGKILL)
     assert settle(lambda: not any(is_alive(child) for child in children))
+
+
+def test_a_child_forked_during_a_hand_over_does_not_keep_the_worker_alive(house: House) -> None:
+    worker = house.worker("grpc://w")
+    arena = _native.Arena(2 * MIB)
+    link = SenderLink.connect(worker.address[1], timeout_s=LIMIT_S)
+    child = 0
+    try:
+        worker.stop()
+        with ThreadPoolExecutor(1) as threads:
+            handed_over = threads.submit(arena.hand_over, link.native, timeout_s=LIMIT_S)
+            files = pathlib.Path("/proc/self/fd")
+            names = lambda: [str(fd.readlink()) for fd in files.iterdir() if fd.is_symlink()]  # noqa: E731
+            assert settle(lambda: any("mmcopy-arena-marks" in name for name in names()))
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            worker.go_on()
+            handed_over.result(LIMIT_S)
+        assert arena.statistics()["consumers"] == 1
+        worker.kill()
+        assert settle(lambda: arena.statistics()["consumers"] == 0)
+        assert is_alive(child)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        link.close()
+        arena.close(LIMIT_S)
 
 
 def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:

@@ -25,7 +25,8 @@ pub(super) struct Consumer {
 #[derive(Debug)]
 pub(super) struct Passed {
     pub(super) marks: OwnedFd,
-    pub(super) alive: OwnedFd,
+    /// A child that is forked while the worker is waited for must not keep it: the worker would seem to live.
+    pub(super) alive: Descriptor,
 }
 
 impl Consumer {
@@ -35,7 +36,7 @@ impl Consumer {
         let pipe = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
         let (ours, theirs) =
             pipe.map_err(|errno| Fault::Io { operation: "pipe", errno: errno.raw_os_error(), nbytes: 0 })?;
-        Ok((Self { marks, alive: Descriptor::new(ours) }, Passed { marks: file, alive: theirs }))
+        Ok((Self { marks, alive: Descriptor::new(ours) }, Passed { marks: file, alive: Descriptor::new(theirs) }))
     }
 
     /// Which of these have let go of the arena, or died.
