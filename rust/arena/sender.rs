@@ -36,6 +36,8 @@ pub(super) struct Inner {
     pub(super) control: Mapping,
     pub(super) num_leases: u32,
     pub(super) unclaimed_limit: Duration,
+    /// Bytes of the largest group that an empty arena finds a block for.
+    most_nbytes: u64,
     report: Report,
     state: Mutex<State>,
     pub(super) freed: Condvar,
@@ -82,15 +84,17 @@ impl Arena {
         let header = Header { num_leases, instance, data_nbytes: data_nbytes as u64 };
         let (control_file, control) =
             memfd::control(layout::control_nbytes(num_leases), |control| header.write(control))?;
+        let table = Table::new(data_nbytes, num_leases);
         let inner = Arc::new(Inner {
             instance,
             data,
             control,
             num_leases,
             unclaimed_limit: options.unclaimed_limit,
+            most_nbytes: table.largest_nbytes(),
             report,
             state: Mutex::new(State {
-                table: Table::new(data_nbytes, num_leases),
+                table,
                 files: Some(Arc::new(Files { data: data_file, control: control_file })),
                 consumers: [const { None }; MAX_CONSUMERS],
                 offered: 0,
@@ -174,7 +178,7 @@ impl Arena {
         let begun = Instant::now();
         let mut state = inner.open()?;
         let group_nbytes = Table::group_nbytes(sizes);
-        let fits = group_nbytes.is_some_and(|nbytes| nbytes <= inner.data.nbytes())
+        let fits = group_nbytes.is_some_and(|nbytes| nbytes as u64 <= inner.most_nbytes)
             && sizes.len() <= inner.num_leases as usize;
         loop {
             let mask = state.mask_of(consumers)?;

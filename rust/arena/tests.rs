@@ -248,6 +248,12 @@ fn a_full_arena_waits_within_the_limit_and_wakes() {
     // What can never fit is refused without a wait.
     let refused = fault(arena.take(&[5 * MIB], &[slot], LIMIT));
     assert!(matches!(refused, Fault::Full { waited: Duration::ZERO, .. }), "{refused}");
+    // An arena of no class's size has no block as large as itself.
+    let odd = Arena::create(&Options { huge_pages: HugePages::Off, ..options(17 * MIB) }).unwrap();
+    let (only, _map, _link) = worker.connect(&odd);
+    let refused = fault(odd.take(&[16 * MIB + 1], &[only], LIMIT));
+    assert!(matches!(refused, Fault::Full { waited: Duration::ZERO, .. }), "{refused}");
+    assert!(odd.take(&[16 * MIB], &[only], LIMIT).is_ok());
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| arena.take(&[2 * MIB], &[slot], LIMIT).map(|taken| taken.len()));
         std::thread::sleep(Duration::from_millis(20));
