@@ -199,6 +199,21 @@ def test_a_reservation_is_given_back_when_it_fails_or_is_forgotten(sender: Sende
     assert settle(lambda: is_empty(sender))
 
 
+def test_a_reservation_that_is_not_handed_over_is_taken_back_with_its_array_still_there(
+    sender: Sender, side: Side
+) -> None:
+    reserved = sender.reserve((MIB,), "uint8", worker=side.spec)
+    array = reserved.array
+    data = reserved.commit()
+    with pytest.raises(KeyError), sender.guard(data):
+        raise KeyError("the call to the worker")
+    with pytest.raises(LeaseStaleError):
+        side.receiver.receive(data)
+    assert statistics(sender)["leases_out"] == 1  # it could still be written to
+    del array
+    assert settle(lambda: is_empty(sender))
+
+
 def test_a_full_arena_waits_then_uses_a_segment(side: Side, segments: Callable[[], list[str]]) -> None:
     options: dict[str, Any] = {"arena_bytes": 2 * MIB, "arena_wait_s": 0.05, "num_threads": 1}
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), **options) as sender:

@@ -62,7 +62,7 @@ impl Inner {
                 }
             }
             let is_old = now.duration_since(lease.since) >= self.unclaimed_limit;
-            if has_unclaimed && is_old && !lease.is_writing && !lease.is_cancelled {
+            if has_unclaimed && is_old && !lease.is_unfinished() && !lease.is_cancelled {
                 counters.expired += 1;
                 self.cancel_lease(consumers, index, lease);
             }

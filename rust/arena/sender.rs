@@ -237,7 +237,7 @@ impl Arena {
     }
 
     /// Takes a lease back that was handed out: a consumer that has not begun to read it cannot any more, and the block
-    /// comes back when those that have are done. False when it is over already. A lease that is being written is not
+    /// comes back when those that have are done. False when it is over already. A lease that is not committed is not
     /// touched: [`Writing::abort`] does that.
     pub fn cancel(&self, handle: &LeaseHandle) -> Result<bool> {
         let inner = &self.inner;
@@ -246,7 +246,7 @@ impl Arena {
             return Err(Fault::UnknownArena { name: handle.name() }.into());
         }
         let State { table, consumers, counters, .. } = &mut *state;
-        let Some(lease) = table.get_mut(handle.index, handle.generation).filter(|lease| !lease.is_writing) else {
+        let Some(lease) = table.get_mut(handle.index, handle.generation).filter(|lease| !lease.is_unfinished()) else {
             return Ok(false);
         };
         if !lease.is_cancelled {
@@ -398,22 +398,23 @@ impl Inner {
         Some(handles)
     }
 
-    /// The writer has nothing more to do with the lease.
-    pub(super) fn end_writing(&self, handle: &LeaseHandle, is_aborted: bool) {
+    /// The writer has ended the lease. `is_left`: and nobody on our side can write to it any more.
+    pub(super) fn end_writing(&self, handle: &LeaseHandle, is_aborted: bool, is_left: bool) {
         if !self.process.is_current() {
             return;
         }
         let mut state = self.lock();
         let State { table, consumers, counters, .. } = &mut *state;
         let Some(lease) = table.get_mut(handle.index, handle.generation) else { return };
-        (lease.is_writing, lease.since) = (false, Instant::now());
+        lease.is_writing = !is_left;
         if is_aborted {
             counters.aborted += 1;
             self.cancel_lease(consumers, handle.index, lease);
             if self.sweep(&mut state, false) > 0 {
                 self.freed.notify_all();
             }
-        } else {
+        } else if !lease.is_committed {
+            (lease.is_committed, lease.since) = (true, Instant::now());
             counters.committed += 1;
         }
     }

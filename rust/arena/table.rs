@@ -19,13 +19,22 @@ pub(super) struct Lease {
     pub(super) remaining: u32,
     /// Those of them whose `held_nbytes` it is counted in.
     counted: u32,
-    /// Somebody on our side still writes to it.
+    /// Somebody on our side still writes to it, or could.
     pub(super) is_writing: bool,
+    /// All of it was declared to be in place.
+    pub(super) is_committed: bool,
     /// It was taken back; consumers that have claimed it may still read.
     pub(super) is_cancelled: bool,
-    /// When writing ended.
+    /// When it was committed.
     pub(super) since: Instant,
     group: usize,
+}
+
+impl Lease {
+    /// Whether its writer is not done with it: then it is not taken back, but given up by the writer.
+    pub(super) const fn is_unfinished(&self) -> bool {
+        self.is_writing && !self.is_committed
+    }
 }
 
 /// Leases that lie side by side in one block.
@@ -102,6 +111,7 @@ impl Table {
                 remaining: consumers,
                 counted: consumers,
                 is_writing: true,
+                is_committed: false,
                 is_cancelled: false,
                 since: now,
                 group,

@@ -40,7 +40,7 @@ struct Stage {
     /// Views that somebody can write through.
     num_views: usize,
     end: Option<End>,
-    /// The sender's books know of the end.
+    /// The sender's books know of the end, and that nobody can write any more.
     is_booked: bool,
 }
 
@@ -163,14 +163,16 @@ impl Writing {
         self.book(stage);
     }
 
-    /// Tells the books, once nobody can write any more.
+    /// Tells the books: of a commit at once, so that the lease can be taken back while a view is left, and of the rest
+    /// once nobody can write any more.
     fn book(&self, stage: &mut Stage) {
-        if let Some(end) = stage.end
-            && stage.num_writers + stage.num_views == 0
-            && !stage.is_booked
-        {
-            stage.is_booked = true;
-            self.inner.end_writing(&self.handle, end == End::Aborted);
+        let is_left = stage.num_writers + stage.num_views == 0;
+        match stage.end {
+            Some(end) if !stage.is_booked && (is_left || end == End::Committed) => {
+                stage.is_booked = is_left;
+                self.inner.end_writing(&self.handle, end == End::Aborted, is_left);
+            }
+            _ => {}
         }
     }
 

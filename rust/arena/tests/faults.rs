@@ -131,6 +131,24 @@ fn a_view_keeps_its_block() {
 }
 
 #[test]
+fn a_committed_lease_can_be_taken_back_while_a_view_is_left() {
+    let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
+    let (slot, map, _link) = worker.connect(&arena);
+    let lease = Arc::new(arena.take(&[64], &[slot], LIMIT).unwrap().remove(0));
+    let view = lease.view().unwrap();
+    assert!(!arena.cancel(lease.handle()).unwrap(), "its writer is not done with it");
+    lease.commit().unwrap();
+    assert!(arena.cancel(lease.handle()).unwrap());
+    assert!(matches!(fault(map.claim(lease.handle())), Fault::Stale { .. }));
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(arena.statistics().unwrap().leases_out, 1, "somebody can still write there");
+    drop(view);
+    assert!(settles(|| is_empty(&arena)));
+    let found = arena.statistics().unwrap();
+    assert_eq!((found.committed, found.cancelled, found.expired), (1, 1, 0));
+}
+
+#[test]
 fn a_lease_is_written_once() {
     let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
     let (slot, _map, _link) = worker.connect(&arena);
