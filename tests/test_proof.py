@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -334,6 +337,52 @@ def test_closing_while_a_worker_is_asked_takes_nothing_back(
     sender.close()
     assert sender.metrics.get(Counter.SEGMENTS_REMOVED) == 0
     take(shm_dir, data)
+
+
+def test_closing_does_not_ask_the_workers_that_wait_their_turn(directory: pathlib.Path) -> None:
+    directory.mkdir()
+    with contextlib.ExitStack() as listening:
+        sender = Sender(TransportConfig(mode="shm"), arena_bytes=0)
+        for n in range(12):
+            path = directory / f"{n}.sock"
+            silent = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.bind(str(path))
+            silent.listen()
+            sender.choose(WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": str(path)}), 1 << 20)
+        sender.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "mmcopy-proof"]
+        assert sum(sender.metrics.snapshot()["proofs"].values()) < 12
+
+
+def test_a_sender_that_the_thread_collects_does_not_block_it(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
+    """As a part of a cycle it can be found in any thread, also by the prover's own, and while that holds its lock."""
+
+    class Lock:
+        """The real one, within which garbage is collected once."""
+
+        def __init__(self) -> None:
+            self.lock, self.is_due = threading.Lock(), True
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+            if self.is_due and threading.current_thread().name == "mmcopy-proof":
+                self.is_due = False
+                gc.collect()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
+        cycle: list[Any] = [Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)]
+        cycle.append(cycle)
+        prover = cycle[0]._prover
+        assert prover.prove(WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path}), timeout_s=LIMIT_S).ok
+        thread = prover._thread
+        del cycle
+        prover._lock = Lock()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+        assert settle(lambda: endpoint.statistics()["links"] == 0)
 
 
 def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:

@@ -170,19 +170,19 @@ class Prover:
             known.distrusted += 1
 
     def close(self) -> None:
-        """End every connection and the thread, and cut a question under way off. May be called again."""
+        """End every connection and the thread, and cut a question under way off; what was not put yet is not put any
+        more. May be called again."""
+        self._closed = True
+        if threading.current_thread() is self._thread:
+            # Its sender was garbage that this thread happened to collect, perhaps while it holds the lock.
+            self._questions.put(None)
+            return
         with self._lock:
-            self._closed = True
-            links = [self._unlink(known) for known in self._workers.values()]
-            self._workers.clear()
             thread, self._thread = self._thread, None
-        for link in links:
-            if link is not None:
-                link.close()
+        self._unlink_all()
         if thread is not None:
             self._questions.put(None)
-            if thread is not threading.current_thread():
-                thread.join(2 * self._ask_timeout_s + 5)
+            thread.join(2 * self._ask_timeout_s + 5)
 
     def forget(self) -> None:
         """For a child after ``fork``: it has no connection and no thread."""
@@ -210,6 +210,15 @@ class Prover:
         """Its link, which the caller closes: a link that we end ourselves does not say that the worker has gone."""
         link, known.link, known.consumer = known.link, None, None
         return link
+
+    def _unlink_all(self) -> None:
+        """For the end: takes the lock itself."""
+        with self._lock:
+            links = [self._unlink(known) for known in self._workers.values()]
+            self._workers.clear()
+        for link in links:
+            if link is not None:
+                link.close()
 
     def _verdict(self, known: _Worker) -> tuple[Sharing, bool]:
         """What to tell, and whether there is no need to ask again soon."""
@@ -269,7 +278,12 @@ class Prover:
                 self._watch()
                 continue
             if known is None:
+                self._unlink_all()
                 return
+            if self._closed:
+                known.answered.set()
+                known.settled.set()
+                continue
             self._ask(known)
 
     def _watch(self) -> None:
