@@ -385,6 +385,18 @@ def test_a_sender_that_the_thread_collects_does_not_block_it(shm_dir: pathlib.Pa
         assert settle(lambda: endpoint.statistics()["links"] == 0)
 
 
+def test_an_address_that_is_none_stops_no_other_worker_from_being_asked(
+    shm_dir: pathlib.Path, start: Callable[..., Worker]
+) -> None:
+    odd = WorkerSpec("grpc://odd", labels={"mmcopy_endpoint": "/tmp/\ud800"})
+    without = WorkerSpec("grpc://without", labels={"mmcopy_endpoint": ""})
+    with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
+        take(shm_dir, sender.send(BIG, worker=without))
+        assert "proofs" not in sender.metrics.snapshot()  # there is nobody to ask
+        assert sender.prove(odd, timeout_s=LIMIT_S).reason is Reason.PROOF_FAILED
+        assert sender.prove(start().spec, timeout_s=LIMIT_S).ok
+
+
 def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     lost: list[str] = []
 

@@ -146,14 +146,18 @@ class SenderLink:
         The worker must run as our user or as one of ``allowed_uids``. Raises
         :class:`~mmcopy.errors.EndpointGoneError` (nobody listens there),
         :class:`~mmcopy.errors.EndpointRefusedError` (by either side), :class:`~mmcopy.errors.EndpointTimeoutError`,
-        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long)
-        and :class:`~mmcopy.errors.EndpointIoError`.
+        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long,
+        or not one at all) and :class:`~mmcopy.errors.EndpointIoError`.
         """
         return cls(_native.SenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
 
     @property
     def native(self) -> _native.SenderLink:
         """The part in Rust, for those who hand arenas over."""
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError as error:  # it came from another process, perhaps out of JSON
+            raise EndpointDirectoryError(f"socket path {path!r} is no path: {error}") from None
         return self._native
 
     @property

@@ -151,7 +151,7 @@ class Policy:
         """Whether the worker was reported to be gone, or its socket has closed."""
         if self._outstanding.is_gone(worker.url):
             return True
-        return self._proofs is not None and ENDPOINT_LABEL in worker.labels and self._proofs.is_gone(worker)
+        return self._proofs is not None and bool(worker.labels.get(ENDPOINT_LABEL)) and self._proofs.is_gone(worker)
 
     def by_labels(self, worker: WorkerSpec) -> Sharing:
         """What the labels of a stock worker prove."""
