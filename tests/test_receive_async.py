@@ -7,13 +7,15 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mmcopy import ClosedError, Counter, Receiver, ReceiveTimeoutError, SegmentNotFoundError, Sender, TransportConfig
+from mmcopy.pending import PendingReceive
 
 from .conftest import settle
 
@@ -66,6 +68,18 @@ def test_wait_done_and_tensors(sender: Sender, held: Held) -> None:
     assert pending.done()
     assert pending.tensors["a"].tobytes() == b"abc"
     assert not pending.cancel()
+
+
+def test_one_that_ends_just_behind_the_limit_has_ended() -> None:
+    class Late(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            try:
+                return super().result(timeout)
+            except FutureTimeoutError:
+                self.set_result("tensors")
+                raise
+
+    assert PendingReceive(Late(), lambda: None).wait(0.0) == "tensors"
 
 
 def test_out_and_errors(sender: Sender, held: Held) -> None:

@@ -42,8 +42,8 @@ class PendingReceive:
         try:
             return self._future.result(timeout_s)
         except FutureTimeoutError:
-            if self._future.done():
-                raise
+            if self._future.done():  # its own error, or it ended just behind the limit
+                return self._future.result()
             raise ReceiveTimeoutError(f"the receive did not end within {timeout_s:g} s") from None
 
     @property
