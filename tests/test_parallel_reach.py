@@ -158,6 +158,13 @@ def test_owners_that_do_not_fit(ranks: Ranks, send: Send, owners: list[int]) -> 
     assert "want one rank of 0 to 2 for each of 2 items" in answers[2]["message"]
 
 
+@pytest.mark.parametrize("owners", [0, {"0": 0, "1": 1}])
+def test_owners_in_another_form_than_the_items(ranks: Ranks, send: Send, owners: Any) -> None:
+    answers = ranks.receive([send(a, 0) for a in arrays(9, 10)], receiver="each", owners=owners)
+    assert [answer["error"] for answer in answers] == ["ConfigError"] * SIZE
+    assert f"owners is {type(owners).__name__}, want a sequence of ranks" in answers[2]["message"]
+
+
 def test_other_owners_on_one_rank(ranks: Ranks, send: Send) -> None:
     items = [as_json(send(a, 0)) for a in arrays(9, 10)]
     given = {"do": "receive", "receiver": "each", "items": items}

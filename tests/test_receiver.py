@@ -22,6 +22,7 @@ from mmcopy import (
     DeviceError,
     Inline,
     MmcopyError,
+    PayloadError,
     Receiver,
     RepeatedHandleError,
     SegmentKindError,
@@ -317,3 +318,22 @@ def test_devices_that_are_none(device: str, options: dict[str, Any], error: type
     with pytest.raises(error, match=why):
         Receiver(device, **options)
     assert Receiver(torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.parametrize("items", [None, 3, "ab", b"ab"])
+def test_what_is_no_request_is_one_error(receiver: Receiver, items: Any) -> None:
+    for call in (receiver.receive, receiver.receive_async, receiver.release):
+        with pytest.raises(PayloadError, match=f"items is {type(items).__name__}, want a TensorData"):
+            call(items)
+
+
+def test_an_item_that_is_none_takes_the_others_with_it(receiver: Receiver, shm_dir: pathlib.Path) -> None:
+    with Sender(ALWAYS, shm_dir=shm_dir) as sender:
+        for call in (receiver.receive, receiver.receive_async):
+            with pytest.raises(PayloadError, match="item 1 of 2 is int, want a TensorData"):
+                call([sender.send(random_bytes(9)), 1])  # type: ignore[list-item]
+            with pytest.raises(PayloadError, match="item 0 of 1 is ShmHandle"):
+                call({"a": sender.send(random_bytes(9)).payload})  # type: ignore[dict-item]
+        with pytest.raises(PayloadError, match="item is int"):
+            Receiver("cpu", framework="numpy", shm_dir=shm_dir).view(1)  # type: ignore[arg-type]
+        assert [path.suffix for path in shm_dir.iterdir()] == [".lock"]

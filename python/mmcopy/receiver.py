@@ -166,7 +166,8 @@ class Receiver:
         error alike. Raises the error of the first bad item, with nothing delivered: :class:`SegmentNotFoundError`,
         :class:`SegmentPermissionError`, :class:`SegmentSizeError`, :class:`SegmentKindError`,
         :class:`SegmentNameError`, :class:`RepeatedHandleError`, :class:`DeviceMemoryError`,
-        :class:`DeviceError` (an ``out`` of the wrong kind: none is written to), :class:`ReceiveTimeoutError`,
+        :class:`DeviceError` (an ``out`` of the wrong kind: none is written to), :class:`PayloadError` (an item that is
+        no :class:`TensorData`), :class:`ReceiveTimeoutError`,
         :class:`ClosedError`; MemoryError when the host has no room. After an error in the middle of a receive ``out``
         holds anything.
 
@@ -196,8 +197,13 @@ class Receiver:
         if self._collective is None:
             self.release(items)
             raise ConfigError("receive_owned needs a group: Receiver(..., group=...)")
+        is_mapping = isinstance(items, Mapping)
+        if is_mapping != isinstance(owners, Mapping) or not isinstance(owners, Iterable):
+            self.release(items)
+            wanted = "a mapping" if is_mapping else "a sequence"
+            raise ConfigError(f"owners is {type(owners).__name__}, want {wanted} of ranks as items is one")
         # A missing owner is found on every rank alike, by the collective.
-        by_item = [owners.get(key, -1) for key in items] if isinstance(items, Mapping) else list(owners)
+        by_item = [owners.get(key, -1) for key in items] if isinstance(owners, Mapping) else list(owners)
         flat, _, form = self._flatten(items, None)
         return form(self._receive(flat, None, by_item))
 
@@ -244,6 +250,8 @@ class Receiver:
         self._check_process()
         if self.device != "cpu":
             raise DeviceError(f"a view is in host memory, this receiver's device is {self.device}: receive it")
+        if not isinstance(item, TensorData):
+            raise PayloadError(f"item is {type(item).__name__}, want a TensorData")
         if item.path != "lease":
             raise PayloadError(f"{item.dtype} {list(item.shape)} is {item.path}, a view needs a lease: receive it")
         if self._closed:
@@ -272,10 +280,9 @@ class Receiver:
 
         For a request that is refused or cancelled before it is received. Never raises for a segment that is gone,
         or for a handle that is not acceptable: that one is left alone. Works on a closed receiver too.
+        :class:`PayloadError` for what is neither an item nor a collection.
         """
-        if isinstance(items, (TensorData, ShmHandle)):
-            return self._opener.release([items])
-        return self._opener.release(list(items.values() if isinstance(items, Mapping) else items))
+        return self._opener.release([items] if isinstance(items, (TensorData, ShmHandle)) else _values(items))
 
     def close(self) -> None:
         """Let receives that were begun end, wait until no copy reads pinned memory, and free it. Idempotent.
@@ -395,6 +402,10 @@ class Receiver:
         except DeviceError:
             self.release(items)
             raise
+        except PayloadError:
+            if isinstance(items, Iterable):
+                self.release(items)
+            raise
 
 
 @contextlib.contextmanager
@@ -411,18 +422,28 @@ def _flatten(
     """The items as a list, ``out`` in the same order, and what gives a list of results the form of ``items``."""
     if isinstance(items, TensorData):
         return [items], None if out is None else [out], lambda results: results[0]
+    flat = _values(items)
+    for n, item in enumerate(flat):
+        if not isinstance(item, TensorData):
+            raise PayloadError(f"item {n} of {len(flat)} is {type(item).__name__}, want a TensorData")
     if isinstance(items, Mapping):
         keys = list(items)
         if out is not None and (not isinstance(out, Mapping) or set(out) != set(keys)):
             given = sorted(map(str, out)) if isinstance(out, Mapping) else type(out).__name__
             raise DeviceError(f"out has the keys {given}, items has {sorted(map(str, keys))}")
         flat_out = None if out is None else [out[key] for key in keys]
-        return list(items.values()), flat_out, lambda results: dict(zip(keys, results, strict=True))
+        return flat, flat_out, lambda results: dict(zip(keys, results, strict=True))
     if out is not None and not isinstance(out, Sequence):
         raise DeviceError(f"out is {type(out).__name__}, want a sequence of {len(items)} tensors as items is one")
     if out is not None and len(out) != len(items):
         raise DeviceError(f"out has {len(out)} tensors, items has {len(items)}")
-    return list(items), None if out is None else list(out), lambda results: results
+    return flat, None if out is None else list(out), lambda results: results
+
+
+def _values(items: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise PayloadError(f"items is {type(items).__name__}, want a TensorData, or a mapping or a sequence of them")
+    return list(items.values() if isinstance(items, Mapping) else items)
 
 
 def _nvtx_range() -> Callable[[str], contextlib.AbstractContextManager[None]]:
