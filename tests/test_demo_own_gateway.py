@@ -6,26 +6,31 @@ import base64
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 import pytest
 
-from mmcopy import ConfigError
+from mmcopy import ConfigError, Sender, TransportConfig, WorkerSpec
 from mmcopy.cli import main
-from mmcopy.demo import checks, job, own_gateway_process
+from mmcopy.demo import checks, job, own_gateway, own_gateway_process
+from mmcopy.demo.chat import http
 from mmcopy.demo.expected import Recomputed, expected_tensors, rounded
 from mmcopy.demo.families import FAMILIES, Layout
 from mmcopy.demo.leftovers import Leftover, Leftovers, sender_ids_of
 from mmcopy.demo.pictures import Hand, decode, decoded, noise, picture_from_file
 from mmcopy.demo.preparing import check_picture, prepared
+from mmcopy.demo.process import ChildProcess
 
 from .conftest import settle
 
@@ -255,6 +260,42 @@ def test_files_are_decoded_for_a_gateway_that_decodes_alike(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes().partition(b"\xff\xda")[0])
     with pytest.raises(ConfigError, match=r"a\.jpg 64x64 is damaged"):
         decoded(Hand((picture_from_file(path),)))
+
+
+@pytest.mark.parametrize(
+    "body", [[], {}, {"messages": []}, {"messages": [{"content": [{"type": "image_url", "image_url": {"url": 3}}]}]}]
+)
+def test_a_body_that_is_no_chat_is_answered(serving: own_gateway._Server, body: Any) -> None:
+    reply = http("POST", f"http://127.0.0.1:{serving.server_port}{own_gateway.CHAT_PATH}", body, timeout_s=20)
+    assert (reply.status, list(json.loads(reply.text))) == (400, ["error"])
+
+
+def test_a_connection_on_which_nothing_comes_does_not_keep_it_from_ending(
+    serving: own_gateway._Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stopping = ChildProcess(["true"], log_path=tmp_path / "log", watched=False)
+    assert own_gateway._Handler.timeout < stopping.stop_timeout_s
+    monkeypatch.setattr(own_gateway._Handler, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", serving.server_port), timeout=20):
+        assert settle(lambda: any(thread.name.endswith("(process_request_thread)") for thread in threading.enumerate()))
+        closing = threading.Thread(target=serving.server_close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+
+
+@pytest.fixture
+def serving() -> Iterator[own_gateway._Server]:
+    """Our gateway in this process, in front of nobody."""
+    worker = WorkerSpec("grpc://127.0.0.1:1", engine="tokenspeed")
+    with Sender(TransportConfig(mode="inline")) as sender, grpc.insecure_channel("127.0.0.1:1") as channel:
+        server = own_gateway._Server(own_gateway.OwnGateway(FAMILIES["llava"], worker, sender, channel, None))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_a_lease_has_only_numpy_to_vouch_for_it() -> None:

@@ -36,6 +36,7 @@ CHAT_PATH = "/v1/chat/completions"
 GENERATE_LIMIT_S = 60.0
 PROOF_LIMIT_S = 10.0
 RETURN_LIMIT_S = 2.0
+IDLE_LIMIT_S = 5.0
 POLL_S = 0.01
 
 
@@ -114,6 +115,7 @@ def _message(engine: str, request_id: str, sent: Mapping[tuple[int, str], Tensor
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = IDLE_LIMIT_S  # a connection on which nothing comes would keep the server from closing
 
     def do_POST(self) -> None:
         """One chat request; whatever goes wrong is its answer alone."""
@@ -126,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self.server.gateway.chat(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         except grpc.RpcError as error:
             status, answer = 502, {"error": f"the worker answered {error.code().name}: {error.details()}"}
-        except (ConfigError, ValueError, KeyError, TypeError, OSError) as error:
+        except (ConfigError, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             status, answer = 400, {"error": str(error)}
         except MmcopyError as error:
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
