@@ -300,8 +300,16 @@ def test_bad_options(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for options in (
         {"accept_prefixes": "mmcopy-"},
         {"accept_prefixes": [""]},
+        {"accept_prefixes": [3]},
+        {"accept_prefixes": None},
         {"max_links": 0},
+        {"max_links": "many"},
+        {"max_arenas": None},
+        {"max_arenas": -1},
         {"allowed_uids": [-1]},
+        {"allowed_uids": ["root"]},
+        {"allowed_uids": 0},
+        {"hello_timeout_s": "soon"},
     ):
         with pytest.raises(ConfigError):
             WorkerEndpoint(directory, **options)  # type: ignore[arg-type]
@@ -312,6 +320,8 @@ def test_bad_options(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(EndpointIoError) as raised:
         WorkerEndpoint(tmp_path / "missing" / "below")
     assert raised.value.errno == errno.ENOENT
+    with pytest.raises(EndpointDirectoryError, match="surrogates"):
+        SenderLink.connect("/tmp/\ud800", timeout_s=1)
     assert default_directory().is_absolute()
 
 

@@ -157,6 +157,9 @@ def test_an_inline_tensor_may_be_bounded() -> None:
     [
         ({"num_threads": 0}, "Sender.num_threads is 0"),
         ({"num_threads": True}, "Sender.num_threads is True"),
+        ({"arena_wait_s": "soon"}, "Sender.arena_wait_s is 'soon'"),
+        ({"arena_wait_s": float("nan")}, "Sender.arena_wait_s is nan"),
+        ({"arena_wait_s": None}, "Sender.arena_wait_s is None"),
         ({"inline_max_bytes": -1}, "Sender.inline_max_bytes is -1, want a whole number, 0 or more"),
     ],
 )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from . import _native
-from .errors import ConfigError
+from .config import parse_count, parse_seconds
+from .errors import ConfigError, EndpointDirectoryError
 
 __all__ = ["PROBE_PREFIXES", "ProbeResult", "SenderLink", "WorkerEndpoint", "default_directory"]
 
@@ -29,6 +30,12 @@ def default_directory() -> pathlib.Path:
     uid = os.geteuid()
     runtime = pathlib.Path(f"/run/user/{uid}")
     return runtime / "mmcopy" if runtime.is_dir() else pathlib.Path(f"/tmp/mmcopy-{uid}")
+
+
+def _sequence(value: Sequence[Any], *, setting: str, wanted: str) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{setting} is {value!r}, want a sequence of {wanted}")
+    return list(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +80,21 @@ class WorkerEndpoint:
         max_arenas: int = 64,
         hello_timeout_s: float = 5.0,
     ) -> None:
-        if isinstance(accept_prefixes, str) or not all(accept_prefixes):
+        prefixes = _sequence(accept_prefixes, setting="accept_prefixes", wanted="prefixes, none empty")
+        if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
             raise ConfigError(f"accept_prefixes is {accept_prefixes!r}, want a sequence of prefixes, none empty")
-        if max_links < 1:
-            raise ConfigError(f"max_links is {max_links}, want at least 1")
-        if max_arenas < 0:
-            raise ConfigError(f"max_arenas is {max_arenas}, want at least 0")
-        for uid in allowed_uids:
-            if not 0 <= uid < 2**32:
-                raise ConfigError(f"allowed_uids has {uid}, want user ids from 0 to 2**32 - 1")
+        uids = _sequence(allowed_uids, setting="allowed_uids", wanted="user ids")
+        for uid in uids:
+            if not isinstance(uid, int) or not 0 <= uid < 2**32:
+                raise ConfigError(f"allowed_uids has {uid!r}, want user ids from 0 to 2**32 - 1")
         self._native = _native.WorkerEndpoint(
             default_directory() if directory is None else directory,
             shm_dir=shm_dir,
-            accept_prefixes=list(accept_prefixes),
-            allowed_uids=list(allowed_uids),
-            max_links=max_links,
-            max_arenas=max_arenas,
-            hello_timeout_s=hello_timeout_s,
+            accept_prefixes=prefixes,
+            allowed_uids=uids,
+            max_links=parse_count(max_links, setting="max_links"),
+            max_arenas=parse_count(max_arenas, setting="max_arenas", least=0),
+            hello_timeout_s=parse_seconds(hello_timeout_s, setting="hello_timeout_s"),
         )
 
     @property
@@ -149,15 +154,15 @@ class SenderLink:
         :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long,
         or not one at all) and :class:`~mmcopy.errors.EndpointIoError`.
         """
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError as error:  # it came from another process, perhaps out of JSON
+            raise EndpointDirectoryError(f"socket path {path!r} is no path: {error}") from None
         return cls(_native.SenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
 
     @property
     def native(self) -> _native.SenderLink:
         """The part in Rust, for those who hand arenas over."""
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError as error:  # it came from another process, perhaps out of JSON
-            raise EndpointDirectoryError(f"socket path {path!r} is no path: {error}") from None
         return self._native
 
     @property

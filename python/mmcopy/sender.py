@@ -30,6 +30,7 @@ from .config import (
     WorkerSpec,
     default_num_threads,
     parse_count,
+    parse_seconds,
     read_environment,
 )
 from .dispatch import Dispatch, handle_of
@@ -100,6 +101,8 @@ class Sender:
         if inline_max_bytes is not None:
             parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
         parse_count(arena_bytes, setting="Sender.arena_bytes", least=0)
+        if arena_wait_s != 0:  # which is not to wait
+            arena_wait_s = parse_seconds(arena_wait_s, setting="Sender.arena_wait_s")
         self._publisher = Publisher(
             self._shm_dir, num_threads=self._num_threads, inline_max_bytes=inline_max_bytes, metrics=self.metrics
         )
