@@ -29,6 +29,19 @@ def test_control_groups_version_2_take_the_tightest_limit_on_the_way_up(tmp_path
     assert read_limits(proc) == CgroupLimits(num_cpus=1.5, memory_bytes=GIB, memory_used_bytes=MIB)
 
 
+def test_what_is_left_counts_as_it_does_for_an_arena(tmp_path: pathlib.Path) -> None:
+    """Idle file pages are free, and a parent that is nearly full is tighter than a smaller group inside."""
+    top = tmp_path / "sys"
+    group = top / "pod"
+    group.mkdir(parents=True)
+    for folder, limit, used, idle in ((top, 8 * GIB, 7 * GIB, MIB), (group, 4 * GIB, 3 * GIB, 2 * GIB)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {idle}\n")
+    proc = proc_self(tmp_path, "0::/pod\n", [("/", top, "cgroup2", "rw")])
+    assert read_limits(proc) == CgroupLimits(memory_bytes=8 * GIB, memory_used_bytes=7 * GIB - MIB)
+
+
 def test_control_groups_version_1_in_a_container_that_sees_its_group_as_the_root(tmp_path: pathlib.Path) -> None:
     cpu, memory = tmp_path / "cpu", tmp_path / "memory"
     cpu.mkdir()

@@ -19,24 +19,25 @@ class CgroupLimits:
     num_cpus: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
-    """Of the group that has the limit."""
+    """Of the group that has the limit, without file pages that nobody has used lately: those would be given up first
+    (as rust/arena/budget.rs counts)."""
 
 
 def read_limits(proc_self: Path = Path("/proc/self")) -> CgroupLimits:
-    """The tightest limits on the way from this process's group to the root."""
+    """The tightest limits on the way from this process's group to the root; of memory, that which leaves least."""
     groups = _parse_groups(_read(proc_self / "cgroup") or "")
     mounts = _parse_mounts(_read(proc_self / "mountinfo") or "")
     cpus: list[float] = []
     memory: list[tuple[int, int | None]] = []
     for folder in _folders("", groups, mounts):
         cpus += _quota(*((_read(folder / "cpu.max") or "").split() or ["max", "1"]))
-        memory += _memory(folder, "memory.max", "memory.current")
+        memory += _memory(folder, "memory.max", "memory.current", "inactive_file")
     for folder in _folders("cpu", groups, mounts):
         quota, period = (_read(folder / f"cpu.cfs_{part}_us") or "" for part in ("quota", "period"))
         cpus += _quota(quota, period)
     for folder in _folders("memory", groups, mounts):
-        memory += _memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit, used = min(memory, key=lambda pair: pair[0]) if memory else (None, None)
+        memory += _memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, used = min(memory, key=lambda pair: pair[0] - (pair[1] or 0)) if memory else (None, None)
     return CgroupLimits(min(cpus, default=None), limit, used)
 
 
@@ -89,11 +90,15 @@ def _quota(quota: str, period: str = "") -> list[float]:
     return []
 
 
-def _memory(folder: Path, limit_name: str, used_name: str) -> list[tuple[int, int | None]]:
+def _memory(folder: Path, limit_name: str, used_name: str, idle_key: str) -> list[tuple[int, int | None]]:
     limit, used = _read(folder / limit_name) or "", _read(folder / used_name) or ""
     if not limit.isdigit() or int(limit) >= UNLIMITED_V1:
         return []
-    return [(int(limit), int(used) if used.isdigit() else None)]
+    if not used.isdigit():
+        return [(int(limit), None)]
+    rows = (row.split() for row in (_read(folder / "memory.stat") or "").splitlines())
+    idle = next((int(row[1]) for row in rows if len(row) == 2 and row[0] == idle_key and row[1].isdigit()), 0)
+    return [(int(limit), max(0, int(used) - idle))]
 
 
 def _read(path: Path) -> str | None:
