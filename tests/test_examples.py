@@ -28,12 +28,16 @@ def test_the_readme_shows_the_examples() -> None:
 
 def test_gateway_and_worker_run(tmp_path: pathlib.Path, segments: Callable[[], list[str]]) -> None:
     write_model_dir("qwen3_vl", tmp_path)
-    worker = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples/worker.py"), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        worker = subprocess.Popen(
+            [sys.executable, str(ROOT / "examples/worker.py"), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         assert worker.stdout is not None
         address = worker.stdout.readline().strip()
