@@ -23,7 +23,9 @@ from mmcopy import (
     WorkerSpec,
     _native,
 )
+from mmcopy.config import Reason
 from mmcopy.fanout import consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
+from mmcopy.metrics import Counter
 
 from .test_small_shm import PREAMBLE, in_private_shm
 
@@ -208,3 +210,29 @@ def test_workers_that_all_read_it_get_a_segment_when_they_are_counted(shm_dir: p
         data = sender.send(SOURCE, worker=both, consumers=2)
         assert data.path == "segment"
         assert sender.cancel(data)
+
+
+def test_workers_that_are_counted_must_all_share_the_memory(shm_dir: pathlib.Path) -> None:
+    """Under auto as for each of them alone; and whatever the mode none may have gone."""
+    ours = {"shm_namespace_id": _native.shm_namespace_id(shm_dir)}
+    here, there = (WorkerSpec(f"grpc://127.0.0.1:{n}", labels=ours) for n in (1, 2))
+    strange = WorkerSpec("grpc://10.0.0.1:1", labels={"shm_namespace_id": "another:1"})
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), shm_dir=shm_dir) as sender:
+        for both in ([here, strange], [strange, here], [here, WorkerSpec("grpc://10.0.0.1:2")]):
+            assert sender.send(SOURCE, worker=both, consumers=2).path == "inline"
+        assert sender.metrics.get(Counter.INLINE_FALLBACKS, Reason.NAMESPACE_DIFFERS) == 2
+        assert sender.metrics.get(Counter.INLINE_FALLBACKS, Reason.NAMESPACE_UNKNOWN) == 1
+        data = sender.send(SOURCE, worker=[here, there], consumers=2)
+        assert data.path == "segment"
+        assert sender.cancel(data)
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender:
+        sender.worker_gone(there)
+        assert sender.send(SOURCE, worker=[here, there], consumers=2).path == "inline"
+        assert sender.metrics.get(Counter.INLINE_FALLBACKS, Reason.WORKER_GONE) == 1
+
+
+def test_what_was_decided_for_both_holds_for_one_of_them(shm_dir: pathlib.Path) -> None:
+    ends = [WorkerSpec("grpc://10.0.0.1:1", role="prefill"), WorkerSpec("grpc://10.0.0.1:2", role="decode")]
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), shm_dir=shm_dir) as sender:
+        one = sender.route(ends).side_tensors.to(ends[0])
+        assert sender.send(SOURCE, worker=one).path == sender.choose(one, SOURCE.nbytes).path == "inline"

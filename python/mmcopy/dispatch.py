@@ -40,8 +40,8 @@ class Dispatch:
                 return self.sent(parcel, handle_of(writers[0]), delivery)
         payload: Inline | ShmHandle | None = None
         reason = delivery.reason if choice.path == "lease" else choice.reason
-        if reason is Reason.SEVERAL_READERS and consumers == len(delivery.receivers):
-            reason = None  # each has a name of its own
+        if reason is Reason.SEVERAL_READERS and delivery.several_readers and consumers == len(delivery.receivers):
+            reason = self._policy.against_names(delivery)
         if reason is None:
             payload, reason = self._publisher.segment(
                 parcel.flat, parcel.dtype, delivery, is_gone=self._policy.is_gone, consumers=consumers

@@ -147,6 +147,16 @@ class Policy:
             numbers.append(number)
         return tuple(numbers)
 
+    def against_names(self, delivery: Delivery) -> Reason | None:
+        """What speaks against a segment with a name for each of several readers: that one of them has gone or, under
+        ``auto``, does not share our memory. A delivery to several does not say: it ends at their number."""
+        if self._gone(delivery) is not None:
+            return Reason.WORKER_GONE
+        if delivery.mode is not TransportMode.AUTO:
+            return None
+        found = (self._sharing(worker).reason for worker in delivery.receivers)
+        return next((reason for reason in found if reason is not None), None)
+
     def is_gone(self, worker: WorkerSpec) -> bool:
         """Whether the worker was reported to be gone, or its socket has closed."""
         if self._outstanding.is_gone(worker.url):
