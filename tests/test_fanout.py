@@ -24,7 +24,7 @@ from mmcopy import (
     _native,
 )
 from mmcopy.config import Reason
-from mmcopy.fanout import consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
+from mmcopy.fanout import MAX_CONSUMERS, consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
 from mmcopy.metrics import Counter
 
 from .test_small_shm import PREAMBLE, in_private_shm
@@ -174,6 +174,13 @@ def test_handles_that_have_no_such_consumer() -> None:
     for consumer in (1, -1):
         with pytest.raises(PayloadError, match=f"has 1 consumers, numbered from 0: there is no {consumer}"):
             for_consumer(stock, consumer)
+    for none in ("0", None, 1.0):
+        with pytest.raises(ConfigError, match="want a whole number, from 0 on"):
+            for_consumer(stock, none)  # type: ignore[arg-type]
+    # More than a sender gives is no number of consumers: taking back would try as many names.
+    for digits in ("0", "03", "100000", "9" * 5000):
+        assert consumers_of(ShmHandle("mmcopy-0123456789abcdef-7", 0, 4, f"mmcopy:0123456789abcdef*{digits}")) == 1
+    assert consumers_of(ShmHandle("x", 0, 4, owner_id_for("0123456789abcdef", MAX_CONSUMERS))) == MAX_CONSUMERS
     odd = TensorData("uint8", (4,), ShmHandle("mmcopy-other", 0, 4, owner_id_for("0123456789abcdef", 2)))
     with pytest.raises(PayloadError, match="has one consumer"):
         for_consumer(odd, 1)

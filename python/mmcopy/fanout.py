@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import re
 from dataclasses import replace
@@ -30,11 +31,19 @@ from .errors import (
 )
 from .tensors import ShmHandle, TensorData
 
-__all__ = ["MAX_CONSUMERS", "consumers_of", "for_consumer", "link_consumers", "owner_id_for", "unlink_consumers"]
+__all__ = [
+    "MAX_CONSUMERS",
+    "consumers_of",
+    "for_consumer",
+    "link_consumers",
+    "names_of",
+    "owner_id_for",
+    "unlink_consumers",
+]
 
 MAX_CONSUMERS = 99_999
 _NAME = re.compile(r"(mmcopy-[0-9a-f]{16}-)(0|[1-9]\d*)")
-_OWNER = re.compile(r"mmcopy:([0-9a-f]{16})\*(\d+)")
+_OWNER = re.compile(r"mmcopy:([0-9a-f]{16})\*([1-9][0-9]{0,4})")
 
 _BY_ERRNO: dict[int | None, type[MmcopyError]] = {
     errno.EEXIST: SegmentExistsError,
@@ -52,8 +61,12 @@ def for_consumer(data: TensorData, consumer: int) -> TensorData:
     """``data`` as consumer number ``consumer`` has to receive it; number 0 has the handle as it is.
 
     Inline data is the same for all, and so is a lease, which knows its consumers. Raises :class:`PayloadError` for a
-    segment that was not sent to so many consumers.
+    segment that was not sent to so many consumers, and :class:`ConfigError` for what is no number.
     """
+    try:
+        consumer = operator.index(consumer)
+    except TypeError:
+        raise ConfigError(f"consumer is {consumer!r}, want a whole number, from 0 on") from None
     payload = data.payload
     if not isinstance(payload, ShmHandle) or payload.is_lease:
         return data
@@ -69,6 +82,11 @@ def consumers_of(handle: ShmHandle) -> int:
     """How many consumers a segment was sent to, from its handle; 1 for a handle that does not say."""
     match = _OWNER.fullmatch(handle.owner_id)
     return int(match[2]) if match else 1
+
+
+def names_of(handle: ShmHandle) -> list[str]:
+    """The names of all its consumers, in their order."""
+    return [_name_for(handle.name, consumer) for consumer in range(consumers_of(handle))]
 
 
 def owner_id_for(instance_id: str, consumers: int) -> str:
@@ -109,9 +127,9 @@ def unlink_consumers(shm_dir: str | os.PathLike[str], handle: ShmHandle) -> int:
     """
     removed = 0
     failed: MmcopyError | None = None
-    for consumer in range(consumers_of(handle)):
+    for name in names_of(handle):
         try:
-            removed += _native.unlink_segment(shm_dir, _name_for(handle.name, consumer))
+            removed += _native.unlink_segment(shm_dir, name)
         except MmcopyError as error:
             failed = error
     if failed is not None:
