@@ -243,3 +243,18 @@ def test_what_was_decided_for_both_holds_for_one_of_them(shm_dir: pathlib.Path) 
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), shm_dir=shm_dir) as sender:
         one = sender.route(ends).side_tensors.to(ends[0])
         assert sender.send(SOURCE, worker=one).path == sender.choose(one, SOURCE.nbytes).path == "inline"
+
+
+def test_all_the_names_of_a_worker_that_has_gone_are_taken_back(shm_dir: pathlib.Path) -> None:
+    worker = WorkerSpec("grpc://127.0.0.1:1")
+    with (
+        Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender,
+        Receiver("cpu", framework="numpy", shm_dir=shm_dir) as receiver,
+    ):
+        data, cancelled = (sender.send(SOURCE, worker=worker, consumers=3) for _ in range(2))
+        receiver.receive(for_consumer(data, 1))
+        assert sender.cancel(cancelled)
+        assert len(sender._publisher.outstanding) == 3
+        assert sender.worker_gone(worker) == 2
+        assert names_in(shm_dir) == set()
+        assert sender.send(SOURCE, worker=worker, consumers=3).path == "inline"

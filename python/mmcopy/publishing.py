@@ -21,7 +21,7 @@ from .errors import (
     SegmentNotFoundError,
     SegmentPermissionError,
 )
-from .fanout import link_consumers, owner_id_for, unlink_consumers
+from .fanout import link_consumers, names_of, owner_id_for, unlink_consumers
 from .metrics import Counter, Metrics
 from .outstanding import Outstanding
 from .policy import ENDPOINT_LABEL
@@ -83,15 +83,17 @@ class Publisher:
             self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=delivery.runtime)
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)
             return None, reason
-        # Several receivers: one of them gets it, and nobody says here which.
-        if len(delivery.receivers) == 1 and consumers == 1:
-            worker = delivery.receivers[0]
-            noted = self.outstanding.add(worker.url, name, socket=worker.labels.get(ENDPOINT_LABEL, ""))
+        handle = ShmHandle(name, 0, written, owner_id_for(owner.instance_id, consumers))
+        # Several receivers: nobody says here which of them gets it, or which name is whose.
+        if len(delivery.receivers) == 1:
+            worker, names = delivery.receivers[0], names_of(handle)
+            socket = worker.labels.get(ENDPOINT_LABEL, "")
+            noted = all(self.outstanding.add(worker.url, each, socket=socket) for each in names)
             if not noted or is_gone(worker):  # it went while this was written
-                self.outstanding.discard(name)
-                self.take_back([name])
+                self._discard(names)
+                self.take_back(names)
                 return None, Reason.WORKER_GONE
-        return ShmHandle(name, 0, written, owner_id_for(owner.instance_id, consumers)), None
+        return handle, None
 
     def _link(self, name: str, consumers: int) -> None:
         try:
@@ -120,7 +122,7 @@ class Publisher:
         forked child: it is the parent's."""
         if self._is_forked:
             return False
-        self.outstanding.discard(handle.name)
+        self._discard(names_of(handle))
         removed = unlink_consumers(self._shm_dir, handle)
         if removed:
             self._metrics.count(Counter.SEGMENTS_REMOVED, "cancelled", removed)
@@ -162,6 +164,10 @@ class Publisher:
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.forget()
+
+    def _discard(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.outstanding.discard(name)
 
     def _owned(self) -> _native.SegmentOwner:
         """The sender's name on the host, taken with its first segment; what dead senders left is removed then."""
