@@ -443,3 +443,28 @@ def test_after_fork_the_child_has_no_arena(sender: Sender, side: Side) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert side.receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
     assert isinstance(sender.send(np.empty(0), worker=side.spec).payload, Inline)
+
+
+def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side) -> None:
+    """It would make threads that nobody ends."""
+    sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=4 * MIB)
+    sender.prove(side.spec, timeout_s=20)
+    go, write = threading.Event(), sender._dispatch.write
+
+    def wait_and_write(*what: Any) -> None:
+        assert go.wait(20)
+        write(*what)
+
+    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    sending = sender.send_streaming(random_bytes(1000), worker=side.spec)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    try:
+        assert settle(lambda: sender._writers is None)
+        with pytest.raises(ClosedError):
+            sender.send_streaming(random_bytes(1000), worker=side.spec)
+    finally:
+        go.set()
+        side.receiver.receive(sending.data)
+        closing.join(20)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mmcopy-send")]

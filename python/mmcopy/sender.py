@@ -322,11 +322,11 @@ class Sender:
 
         Leases that are out can be received for ``linger_s`` seconds more: blocks until all are, at most so long.
         """
+        self._publisher.close()  # first: from here on nothing makes threads anew
         with self._lock:
             writers, self._writers = self._writers, None
         if writers is not None:
             writers.shutdown(wait=True)
-        self._publisher.close()
         self._arena.close(linger_s=linger_s)
         self._prover.close()
 
