@@ -468,3 +468,30 @@ def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side) -> N
         side.receiver.receive(sending.data)
         closing.join(20)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mmcopy-send")]
+
+
+def test_a_stream_is_taken_back_while_it_is_written(sender: Sender, side: Side) -> None:
+    """As by a guard whose call fails at once: the writing goes on, and nobody can claim what is written."""
+    go, write = threading.Event(), sender._dispatch.write
+
+    def wait_and_write(*what: Any) -> None:
+        assert go.wait(20)
+        write(*what)
+
+    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    array = random_bytes(100_001)
+    sending, claimed = (sender.send_streaming(array, worker=side.spec) for _ in range(2))
+    received = side.receiver.receive_async(claimed.data)
+    try:
+        assert settle(lambda: statistics(sender)["held"][0] == 2)
+        with pytest.raises(KeyError), sender.guard(sending.data):
+            raise KeyError
+        with pytest.raises(LeaseStaleError):
+            side.receiver.receive(sending.data)
+        assert statistics(sender)["held"][0] == 1
+    finally:
+        go.set()
+    sending.wait(20)
+    assert np.array_equal(received.wait(20), array)
+    assert settle(lambda: is_empty(sender))
+    assert not sender.cancel(sending.data)

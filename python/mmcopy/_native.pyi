@@ -556,8 +556,9 @@ class Arena:
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:
         """Take a lease back that was handed out: a consumer that has not begun to read it cannot any more.
 
-        The block comes back when those that have begun are done. False when it is over, or still being written. Never
-        blocks. Raises :class:`~mmcopy.errors.LeaseForgedError` and :class:`~mmcopy.errors.LeaseUnknownArenaError`.
+        The block comes back when those that have begun are done, and its writer, if it is still being written. False
+        when it is over. Never blocks. Raises :class:`~mmcopy.errors.LeaseForgedError` and
+        :class:`~mmcopy.errors.LeaseUnknownArenaError`.
         """
 
     def close(self, timeout_s: float) -> None:

@@ -237,8 +237,8 @@ impl Arena {
     }
 
     /// Takes a lease back that was handed out: a consumer that has not begun to read it cannot any more, and the block
-    /// comes back when those that have are done. False when it is over already. A lease that is not committed is not
-    /// touched: [`Writing::abort`] does that.
+    /// comes back when those that have are done, and the writer, if it is still being written: its handle can be out
+    /// already. False when it is over already.
     pub fn cancel(&self, handle: &LeaseHandle) -> Result<bool> {
         let inner = &self.inner;
         let mut state = inner.open()?;
@@ -246,7 +246,7 @@ impl Arena {
             return Err(Fault::UnknownArena { name: handle.name() }.into());
         }
         let State { table, consumers, counters, .. } = &mut *state;
-        let Some(lease) = table.get_mut(handle.index, handle.generation).filter(|lease| !lease.is_unfinished()) else {
+        let Some(lease) = table.get_mut(handle.index, handle.generation) else {
             return Ok(false);
         };
         if !lease.is_cancelled {

@@ -184,8 +184,9 @@ impl PyArena {
         Ok(taken.into_iter().map(PyLeaseWriter::new).collect())
     }
 
-    /// Takes a lease back that was handed out: who has not begun to read it cannot any more. False when it is over, or is
-    /// still being written. Never blocks. LeaseForgedError, LeaseUnknownArenaError, ClosedError.
+    /// Takes a lease back that was handed out: who has not begun to read it cannot any more. False when it is over. One
+    /// that is still being written is written on, for nobody. Never blocks. LeaseForgedError, LeaseUnknownArenaError,
+    /// ClosedError.
     fn cancel(
         &self,
         name: &Bound<'_, PyString>,
