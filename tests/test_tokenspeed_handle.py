@@ -236,3 +236,13 @@ def test_routing_without_anything_apart_does_nothing(transport: Any) -> None:
     for ranks in ((), (1, 1), (0, 1, 2)):
         with pytest.raises(ValueError, match="of a group of 2"):
             handle.set_reachability(ranks, 2)
+
+
+def test_an_empty_tensor_of_another_host_is_there_for_every_call() -> None:
+    """Nobody sends what is empty."""
+    handle = ShmTensorHandle("mmcopy-elsewhere", (0, 3), torch.float32)
+    handle.set_reachability((1,), 2)
+    assert handle.consume().shape == (0, 3)
+    handle.copy_into(torch.empty(0, 3))
+    with pytest.raises(ValueError, match="dtypes differ"):
+        handle.copy_into(torch.empty(0, 3, dtype=torch.int8))

@@ -147,7 +147,8 @@ class ShmTensorHandle:
         when the dtypes or the numbers of elements differ, and releases then, too.
         """
         try:
-            if self._remote is None:
+            is_elsewhere = self._remote is not None or (self.is_cross_node and not self.nbytes())
+            if not is_elsewhere:
                 self._attached()
             if destination.dtype is not self.dtype:
                 raise ValueError(
@@ -157,7 +158,7 @@ class ShmTensorHandle:
                 raise ValueError(
                     f"the shapes differ: the segment has {list(self.shape)}, the destination {list(destination.shape)}"
                 )
-            if self._remote is None and destination.device.type == "cpu" and destination.is_contiguous():
+            if not is_elsewhere and destination.device.type == "cpu" and destination.is_contiguous():
                 import torch
 
                 self.copy_bytes_into(destination.detach().reshape(-1).view(torch.uint8))
