@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +239,18 @@ def test_routing_without_anything_apart_does_nothing(transport: Any) -> None:
             handle.set_reachability(ranks, 2)
 
 
+def test_a_batch_that_was_moved_is_not_kept(transport: Any, left: Callable[[], list[str]]) -> None:
+    """Not until the next one either: on a GPU it is the memory of a whole batch."""
+    handle = ShmTensorHandle.publish(torch.rand(1000))
+    handle.attach()
+    items = [SimpleNamespace(feature=None, feature_shm=handle)]
+    transport.move_to_device(items, "cpu")
+    feature = weakref.ref(items[0].feature)
+    del items
+    assert feature() is None
+    assert left() == []
+
+
 def test_an_empty_tensor_of_another_host_is_there_for_every_call() -> None:
     """Nobody sends what is empty."""
     handle = ShmTensorHandle("mmcopy-elsewhere", (0, 3), torch.float32)
@@ -246,3 +259,21 @@ def test_an_empty_tensor_of_another_host_is_there_for_every_call() -> None:
     handle.copy_into(torch.empty(0, 3))
     with pytest.raises(ValueError, match="dtypes differ"):
         handle.copy_into(torch.empty(0, 3, dtype=torch.int8))
+
+
+def test_owners_of_items_that_are_not_there() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        handle = ShmTensorHandle("mmcopy-elsewhere", (0, 3), torch.float32)
+        handle.set_reachability((1,), 2)
+        items = [SimpleNamespace(feature=None, feature_shm=handle)]
+        transport = EncoderFeatureTransport(dp_cpu_group=dist.group.WORLD)
+        for index in (1, -1):
+            with pytest.raises(ValueError, match=rf"rank 0 owns the items \[0, {index}\], want some of 0 to 0"):
+                transport.route_to_item_owners(items, [[0, index]])
+        transport.close()
+        del transport
+    finally:
+        dist.destroy_process_group()

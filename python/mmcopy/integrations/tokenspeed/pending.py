@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
@@ -60,10 +61,14 @@ class AttachedOpener(SourceOpener):
         super().__init__(SHM_DIR, ShmTensorHandle.accept_prefixes, metrics)
         self._pending: Sequence[Pending] = ()
 
-    def offer(self, pending: Sequence[Pending]) -> list[TensorData]:
-        """What the next receive is about; its items."""
+    @contextlib.contextmanager
+    def offering(self, pending: Sequence[Pending]) -> Iterator[list[TensorData]]:
+        """What the next receive is about; its items. Afterwards nothing of them is kept."""
         self._pending = pending
-        return [each.data for each in pending]
+        try:
+            yield [each.data for each in pending]
+        finally:
+            self._pending = ()
 
     def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]:
         missing: dict[int, MmcopyError] = {}

@@ -12,6 +12,7 @@ from mmcopy.parallel import ParallelOptions, Strategy, choose_strategy
 from mmcopy.parallel.collective import CollectiveReceive, PackedDestination
 from mmcopy.parallel.group import RankGroup
 from mmcopy.sources import Source
+from mmcopy.tensors import TensorData
 
 from .pending import AttachedOpener, DeviceFeatureItem, Pending
 from .routing import route
@@ -108,9 +109,9 @@ class EncoderFeatureTransport:
         open all, nothing happens and nobody waits. Otherwise blocks until all is there, in pinned memory on a machine
         with a GPU. The segments stay as they are.
 
-        Raises ValueError for a list of another length than the group, RuntimeError without a group, and, on every rank
-        alike, :class:`~mmcopy.SegmentNotFoundError` for a segment that no rank of the group has, and the error of a
-        segment that cannot be read.
+        Raises ValueError for a list of another length than the group, or an index of no item, RuntimeError without a
+        group, and, on every rank alike, :class:`~mmcopy.SegmentNotFoundError` for a segment that no rank of the group
+        has, and the error of a segment that cannot be read.
         """
         handles = [item.feature_shm for item in items]
         if not any(handle is not None and handle.is_cross_node for handle in handles):
@@ -120,6 +121,9 @@ class EncoderFeatureTransport:
             raise RuntimeError("routing to item owners needs dp_cpu_group")
         if len(item_indices_by_rank) != group.size:
             raise ValueError(f"items are assigned to {len(item_indices_by_rank)} ranks, the group has {group.size}")
+        for owner, indices in enumerate(item_indices_by_rank):
+            if not all(n in range(len(items)) for n in indices):
+                raise ValueError(f"rank {owner} owns the items {list(indices)}, want some of 0 to {len(items) - 1}")
         owned = [(n, owner) for owner, indices in enumerate(item_indices_by_rank) for n in indices]
         apart = [(handle, owner) for n, owner in owned if (handle := handles[n]) is not None and handle.is_cross_node]
         route(group, [handle for handle, _ in apart], [owner for _, owner in apart], timeout_s=self._timeout_s)
@@ -134,13 +138,16 @@ class EncoderFeatureTransport:
 
     def _move(self, pending: Sequence[Pending], device: torch.device) -> list[torch.Tensor]:
         destination, collective = self._engine(device)
-        data = self._opener.offer(pending)
-        if collective is not None:
-            is_apart = any(each.handle is not None and each.handle.is_cross_node for each in pending)
-            facts = [each.facts for each in pending]
-            how = choose_strategy(facts, size=collective.group.size, options=self._options)
-            if is_apart or how is not Strategy.EACH:
-                return collective.receive(data, None)
+        with self._opener.offering(pending) as data:
+            if collective is not None:
+                is_apart = any(each.handle is not None and each.handle.is_cross_node for each in pending)
+                facts = [each.facts for each in pending]
+                how = choose_strategy(facts, size=collective.group.size, options=self._options)
+                if is_apart or how is not Strategy.EACH:
+                    return collective.receive(data, None)
+            return self._move_alone(data, destination)
+
+    def _move_alone(self, data: Sequence[TensorData], destination: PackedDestination) -> list[torch.Tensor]:
         sources: list[Source] = []
         why = "released"
         try:
