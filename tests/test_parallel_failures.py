@@ -208,6 +208,16 @@ def test_a_rank_that_dies_between_the_agreement_and_the_collective(mortal_ranks:
     assert {answer["error"] for answer in answers.values()} <= {"PeerLostError", "PeerTimeoutError"}
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_message_that_claims_more_than_there_can_be(ranks: Ranks, sender: Sender, count: int) -> None:
+    """More bytes than can be addressed, and with three more than a digest can hold."""
+    items = [TensorData("uint8", (2**63,), ShmHandle(f"mmcopy-missing{n}", 0, 2**63)) for n in range(count)]
+    for answer in ranks.receive(items, receiver="broadcast"):
+        assert answer["error"] == "DeviceMemoryError"
+        assert f"wanted {count * 2**63 + 256 * SIZE} bytes" in answer["message"]
+    check_works(ranks, sender)
+
+
 @pytest.mark.parametrize(
     ("name", "error"), [("mmcopy-missing", "SegmentNotFoundError"), ("passwd", "SegmentNameError")]
 )

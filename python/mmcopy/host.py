@@ -125,7 +125,7 @@ class TorchDestination(_HostDestination):
         """A flat uint8 tensor, for :meth:`read_windows`. Raises :class:`DeviceMemoryError`."""
         try:
             return self._torch.empty(nbytes, dtype=self._torch.uint8)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # TypeError: more bytes than can be addressed
             raise _no_room("a packed buffer", nbytes) from error
 
     def read_windows(

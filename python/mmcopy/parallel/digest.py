@@ -40,6 +40,7 @@ MAGIC = b"mmcopy-tp\x01"
 _HEADER = struct.Struct("<10sBBHIIQQ16s16s")
 BODY_BYTES = BLOCK_BYTES - _HEADER.size
 BITS_A_BLOCK = BODY_BYTES * 8
+_U64_MAX = 2**64 - 1
 READY_STEP = 0xFFFF_FFFF
 """The exchange in which ranks say how reading went, before any collective; the last of a receive."""
 
@@ -90,7 +91,7 @@ class Digest:
             self.step,
             self.num_items,
             self.sequence,
-            self.nbytes,
+            min(self.nbytes, _U64_MAX),  # of a message that claims more nothing will be found
             self.items_hash,
             self.options_hash,
         )
