@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from mmcopy import (
+    ArrayTypeError,
     CastError,
     ClosedError,
     ConfigError,
     Counter,
     Inline,
     InlineTooLargeError,
+    PayloadError,
     Sender,
     ShmHandle,
     TensorData,
@@ -201,3 +203,25 @@ def test_after_close(shm_dir: pathlib.Path) -> None:
     with pytest.raises(ClosedError, match="closed"):
         sender.send(b"a")
     assert payload_bytes(data, shm_dir) == b"\1" * (1 << 16)  # a segment that was handed over stays
+
+
+def test_arguments_that_are_none_are_named(shm_dir: pathlib.Path) -> None:
+    arrays = [np.ones(3, np.float32)] * 2
+    with Sender(SHM, shm_dir=shm_dir, arena_bytes="4096", inline_max_bytes="100", arena_wait_s=0) as sender:  # type: ignore[arg-type]
+        for dtype in (["bfloat16"], 3):
+            with pytest.raises(ConfigError, match=r"which has none for tensor [01]: want one for all"):
+                sender.send_many(arrays, dtype=dtype)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="which has none for tensor 'a'"):
+            sender.send_many({"a": arrays[0]}, dtype=["bfloat16"])  # type: ignore[call-overload]
+        for none in (3, (array for array in arrays), {1, 2}):
+            with pytest.raises(ArrayTypeError, match="want a mapping or a sequence of arrays"):
+                sender.send_many(none)  # type: ignore[call-overload]
+        for shape in (5, None, (2.0,), ("a",), (-1,), (-1, -4)):
+            with pytest.raises(PayloadError, match=r"not a sequence of integers|negative dimension"):
+                sender.reserve(shape, "float32")  # type: ignore[arg-type]
+        assert sender.send(arrays[0], consumers="2").path == "inline"  # type: ignore[arg-type]
+        with pytest.raises(InlineTooLargeError):
+            sender.send(np.ones(101, np.uint8))
+    for seconds in (-1, float("nan"), "soon"):
+        with pytest.raises(ConfigError, match=r"Sender.arena_wait_s is .*, want seconds"):
+            Sender(arena_wait_s=seconds)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import _native
 from .arrays import FlatArray, flatten
-from .errors import CastError
+from .errors import CastError, ConfigError
 from .tensors import itemsize_of
 
 __all__ = ["Parcel", "dtype_of", "parcel_of"]
@@ -36,8 +36,13 @@ def parcel_of(array: object, dtype: str | None) -> Parcel:
 
 
 def dtype_of(dtype: Any, key: Any) -> str | None:
-    """What a request's ``dtype``, one for all or one a key, says for ``key``."""
+    """What a request's ``dtype``, one for all or one a key, says for ``key``. Raises :class:`ConfigError`."""
     if dtype is None or isinstance(dtype, str):
         return dtype
-    found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
+    try:
+        found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
+    except (IndexError, KeyError, TypeError):
+        raise ConfigError(
+            f"dtype is {dtype!r}, which has none for tensor {key!r}: want one for all, or the form of arrays"
+        ) from None
     return found

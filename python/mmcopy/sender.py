@@ -34,14 +34,14 @@ from .config import (
     read_environment,
 )
 from .dispatch import Dispatch, handle_of
-from .errors import MmcopyError
+from .errors import ArrayTypeError, MmcopyError
 from .metrics import Counter, Metrics
 from .outgoing import Reservation, StreamingSend
 from .parcel import Parcel, dtype_of, parcel_of
 from .policy import ENDPOINT_LABEL, Policy, Target
 from .proof import Prover
 from .publishing import Publisher
-from .tensors import TensorData, nbytes_of
+from .tensors import TensorData, nbytes_of, shape_of
 
 __all__ = ["Sender"]
 
@@ -99,8 +99,8 @@ class Sender:
             num_threads = default_num_threads(environment)
         self._num_threads = parse_count(num_threads, setting="Sender.num_threads")
         if inline_max_bytes is not None:
-            parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
-        parse_count(arena_bytes, setting="Sender.arena_bytes", least=0)
+            inline_max_bytes = parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
+        arena_bytes = parse_count(arena_bytes, setting="Sender.arena_bytes", least=0)
         if arena_wait_s != 0:  # which is not to wait
             arena_wait_s = parse_seconds(arena_wait_s, setting="Sender.arena_wait_s")
         self._publisher = Publisher(
@@ -165,7 +165,7 @@ class Sender:
         Raises :class:`ArrayTypeError`, :class:`UnknownDtypeError`, :class:`CastError`,
         :class:`InlineTooLargeError`, :class:`ClosedError`, :class:`ConfigError` (``worker`` is none).
         """
-        delivery = self._delivery(worker, consumers, "send")
+        delivery, consumers = self._delivery(worker, consumers, "send")
         return self._dispatch.send(parcel_of(array, dtype), delivery, consumers=consumers)
 
     @overload
@@ -193,7 +193,9 @@ class Sender:
         ``arrays``; what a mapping leaves out keeps its dtype. ``consumers`` as in :meth:`send`, the same for all. When
         one cannot be sent, none is: those sent before are taken back. Blocks and raises as :meth:`send`.
         """
-        delivery = self._delivery(worker, consumers, "send_many")
+        delivery, consumers = self._delivery(worker, consumers, "send_many")
+        if not hasattr(arrays, "__len__") or not hasattr(arrays, "__getitem__"):
+            raise ArrayTypeError(f"arrays is {type(arrays).__name__}, want a mapping or a sequence of arrays")
         keys = list(arrays) if isinstance(arrays, Mapping) else list(range(len(arrays)))
         parcels = [parcel_of(arrays[key], dtype_of(dtype, key)) for key in keys]
         sent = self._dispatch.send_all(parcels, delivery, consumers=consumers)
@@ -207,7 +209,7 @@ class Sender:
         Send ``.data`` on: every consumer follows the writing. ``array`` must stay as it is until ``.wait()`` has
         returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
         """
-        delivery = self._delivery(worker, consumers, "send_streaming")
+        delivery, consumers = self._delivery(worker, consumers, "send_streaming")
         parcel = parcel_of(array, dtype)
         may_lease = self._policy.choose(delivery, parcel.nbytes).path == "lease"
         if may_lease:
@@ -225,10 +227,11 @@ class Sender:
         ``.array`` is a numpy array (bfloat16 and float8 as ml_dtypes' types, or as unsigned integers of the same width
         without that package). ``.commit()`` returns what goes into the message; a reservation that is dropped is given
         back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. ``consumers`` as
-        there. Blocks while the arena is full, ``arena_wait_s`` at most.
+        there. Blocks while the arena is full, ``arena_wait_s`` at most. Raises as :meth:`send`, and
+        :class:`PayloadError` for what is no shape.
         """
-        delivery = self._delivery(worker, consumers, "reserve")
-        shape = tuple(shape)
+        delivery, consumers = self._delivery(worker, consumers, "reserve")
+        shape = shape_of(shape)
         nbytes = nbytes_of(dtype, shape)
         writers = None
         if self._policy.choose(delivery, nbytes).path == "lease":
@@ -338,10 +341,9 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _delivery(self, worker: Target, consumers: int, method: str) -> Delivery:
+    def _delivery(self, worker: Target, consumers: int, method: str) -> tuple[Delivery, int]:
         self._publisher.check_open()
-        parse_count(consumers, setting=f"Sender.{method} consumers")
-        return self._policy.delivery(worker)
+        return self._policy.delivery(worker), parse_count(consumers, setting=f"Sender.{method} consumers")
 
     def _write_later(self, writer: _native.LeaseWriter, parcel: Parcel) -> Future[None]:
         with self._lock:

@@ -83,13 +83,8 @@ class TensorData:
     payload: Inline | ShmHandle
 
     def __post_init__(self) -> None:
-        try:
-            shape = tuple(operator.index(n) for n in self.shape)
-        except TypeError:
-            raise PayloadError(f"shape {self.shape!r} is not a sequence of integers") from None
+        shape = shape_of(self.shape)
         object.__setattr__(self, "shape", shape)
-        if any(n < 0 for n in shape):
-            raise PayloadError(f"shape {list(shape)} has a negative dimension")
         if not isinstance(self.payload, (Inline, ShmHandle)):
             raise PayloadError(f"payload is {type(self.payload).__name__}, want Inline or ShmHandle")
         wanted = nbytes_of(self.dtype, shape)
@@ -111,6 +106,17 @@ class TensorData:
         if isinstance(payload, Inline):
             return "inline"
         return "lease" if payload.name.startswith(LEASE_PREFIX) else "segment"
+
+
+def shape_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` as a tuple of ints. Raises :class:`PayloadError` for what is no shape."""
+    try:
+        found = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise PayloadError(f"shape {shape!r} is not a sequence of integers") from None
+    if any(n < 0 for n in found):
+        raise PayloadError(f"shape {list(found)} has a negative dimension")
+    return found
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
