@@ -139,6 +139,29 @@ def test_what_cannot_run_is_told_clearly(
     assert told in capsys.readouterr().err
 
 
+def test_what_is_too_large_to_be_made_is_no_wrong_bytes(capfd: pytest.CaptureFixture[str], segments: Added) -> None:
+    """Exit code 2: 1 would say that bytes were wrong."""
+    assert main(["bench", "tp", "--payload", "lease", "--sizes", "100000GiB", "--repeats", "1"]) == 2
+    assert "Unable to allocate 97.7 TiB" in capfd.readouterr().err
+    assert segments() == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK expected, but not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', want a whole number"),
+    ],
+)
+def test_a_launcher_that_is_none(
+    environment: dict[str, str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environment, "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(SMALL) == 2
+    assert told in capsys.readouterr().err
+
+
 MIB = 1 << 20
 
 

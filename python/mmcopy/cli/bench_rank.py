@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return fail(error, 128 + error.number)
     except (BytesDifferError, LeftBehindError) as error:
         return fail(error, 1)
-    except (MmcopyError, RuntimeError) as error:  # RuntimeError: torch's word when another rank is gone
+    except (MmcopyError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's word when another rank is gone
         return fail(error, 2)
     if result is not None:
         Path(result_file).write_text(json.dumps(dataclasses.asdict(result)))

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmcopy.config import parse_count
 from mmcopy.errors import ConfigError, MissingDependencyError
 
 from .options import add_common, argument, effort, one_count
@@ -103,9 +104,11 @@ def _as_a_rank(spec: TpSpec, args: argparse.Namespace) -> int:
     from mmcopy.bench.rank import default_group
     from mmcopy.bench.tp import run_rank
 
-    if args.ranks not in (None, int(os.environ["WORLD_SIZE"])):
-        raise ConfigError(f"--ranks {args.ranks}, but torchrun has started {os.environ['WORLD_SIZE']}")
-    local_rank, is_first = int(os.environ["LOCAL_RANK"]), os.environ.get("RANK") == "0"
+    started = parse_count(os.environ["WORLD_SIZE"], setting="WORLD_SIZE")
+    if args.ranks not in (None, started):
+        raise ConfigError(f"--ranks {args.ranks}, but torchrun has started {started}")
+    local_rank = parse_count(os.environ["LOCAL_RANK"], setting="LOCAL_RANK", least=0)
+    is_first = os.environ.get("RANK") == "0"
 
     def say(text: str) -> None:
         if is_first:
@@ -117,6 +120,9 @@ def _as_a_rank(spec: TpSpec, args: argparse.Namespace) -> int:
     except (BytesDifferError, LeftBehindError) as error:
         print(f"mmcopy bench: {error}", file=sys.stderr)
         return 1
+    except (RuntimeError, ValueError, MemoryError) as error:  # the first two are torch's: a rank gone, no rendezvous
+        print(f"mmcopy bench: {error}", file=sys.stderr)
+        return 2
     if result is not None:
         _print(result, is_json=args.json)
     return 0
