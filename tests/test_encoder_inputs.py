@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -118,6 +119,24 @@ def test_every_default_shape_can_be_made_smaller_until_it_is_the_smallest(name: 
 
 
 # ---- the published shapes of models that transformers has no class for -----
+
+
+@pytest.mark.parametrize("name", ["internvl", "llama4", "phi3_v", "phi4_multimodal"])
+def test_the_largest_grid_of_squares_goes_down_to_one_square_by_halves(name: str) -> None:
+    family = families()[name]
+    largest = family.fit({}, family.shapes({}, "image", None)[-1])
+    counts, shape = [], largest
+    while True:
+        side = min(shape.items[0])
+        counts.append(shape.volume // side**2)
+        smaller = family.shrink({}, shape)
+        if smaller is None:
+            break
+        assert family.fit({}, smaller) == smaller
+        shape = smaller
+    assert counts[0] == family.max_tiles  # type: ignore[attr-defined]
+    assert counts[-1] == 1
+    assert all(after == before // 2 for before, after in itertools.pairwise(counts))
 
 
 def test_kimi_vl_takes_the_users_own_module() -> None:

@@ -68,6 +68,17 @@ class TileFamily(SquareFamily):
             shape.modality, tuple((*item[:-2], rows * side, columns * side) for item, (rows, columns) in items)
         )
 
+    def shrink(self, config: Config, shape: Shape) -> Shape | None:
+        """Half of the squares. Half of the area has the same proportions, and so would become the same grid."""
+        if shape.modality != "image" or len(shape.items) > 1:
+            return super().shrink(config, shape)
+        side = self.side(config)
+        rows, columns = (each // side for each in shape.items[0])
+        if rows * columns <= 1:
+            return None
+        rows, columns = (rows, columns // 2) if columns >= rows else (rows // 2, columns)
+        return Shape(shape.modality, ((rows * side, columns * side),))
+
     def squares(self, config: Config, shape: Shape) -> int:
         area = self.side(config) ** 2
         counts = [item[-2] * item[-1] // area for item in shape.items]
