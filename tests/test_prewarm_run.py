@@ -33,6 +33,7 @@ from mmcopy.endpoint import WorkerEndpoint  # noqa: E402
 from mmcopy.metrics import Counter  # noqa: E402
 from mmcopy.prewarm import Outcome  # noqa: E402
 from mmcopy.prewarm.memory import largest_that_fits  # noqa: E402
+from mmcopy.prewarm.progress import following  # noqa: E402
 
 from .conftest import settle  # noqa: E402
 from .encoder_fakes import PLAIN, Model  # noqa: E402
@@ -143,6 +144,17 @@ def test_a_deadline_between_shapes(monkeypatch: pytest.MonkeyPatch, required: bo
         assert [each.outcome for each in report.shapes] == [Outcome.WARM, Outcome.WARM, Outcome.NOT_RUN]
         assert report.reason == "the deadline of 300 s passed"
     assert len(model.sizes) == 2
+
+
+def test_a_thread_that_was_left_behind_does_not_move_readiness() -> None:
+    """It may be about to begin a shape, just when the deadline passes and the worker becomes ready without it."""
+    readiness, shape = Readiness(), Shape("image", ((8, 8),))
+    with following(readiness, 2, bar=False) as step:
+        step(shape, 0, 2)
+        assert readiness.state == "warming"
+    readiness.ready()
+    step(shape, 1, 2)
+    assert readiness.is_ready
 
 
 # ---- failures --------------------------------------------------------------

@@ -5,24 +5,46 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from mmcopy.encoders import Shape
 from mmcopy.readiness import Readiness
 
-__all__ = ["following"]
+__all__ = ["Step", "following"]
+
+Step: TypeAlias = Callable[[Shape, int, int], None]
 
 _log = logging.getLogger("mmcopy.prewarm")
 
 
 @contextlib.contextmanager
-def following(readiness: Readiness, total: int, *, bar: bool) -> Iterator[Callable[[Shape, int, int], None]]:
-    """What to call with each shape that begins, how many are done, and of how many."""
+def following(readiness: Readiness, total: int, *, bar: bool) -> Iterator[Step]:
+    """What to call with each shape that begins, how many are done, and of how many.
+
+    After the block it does nothing: a thread that was left behind there must not make a ready worker warming again.
+    """
+    lock, ended = threading.Lock(), False
 
     def step(shape: Shape, done: int, total: int) -> None:
-        readiness.warming(str(shape), modality=shape.modality, done=done, total=total)
+        with lock:
+            if ended:
+                return
+            readiness.warming(str(shape), modality=shape.modality, done=done, total=total)
         _log.info("%s begins, %d of %d done", shape, done, total)
 
+    try:
+        with _drawn(step, total, bar=bar) as drawn:
+            yield drawn
+    finally:
+        with lock:
+            ended = True
+
+
+@contextlib.contextmanager
+def _drawn(step: Step, total: int, *, bar: bool) -> Iterator[Step]:
+    """``step``, with a bar where there is a place for one."""
     if not bar or not total or not sys.stderr.isatty():
         yield step
         return

@@ -23,6 +23,7 @@ from mmcopy.encoders import Config, Family, Shape
 from .compiles import count_graphs
 from .feed import make_tensors
 from .memory import Meter, is_out_of_memory, largest_that_fits
+from .progress import Step
 from .ranks import Ranks
 from .report import Outcome, ShapeReport
 
@@ -31,7 +32,6 @@ __all__ = ["Job", "run_job"]
 _log = logging.getLogger("mmcopy.prewarm")
 
 Encode = Callable[[str, Mapping[str, Any]], Any]
-Step = Callable[[Shape, int, int], None]
 
 _OK, _OUT_OF_MEMORY, _RAISED = 0, 1, 2
 
