@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo.utils")  # takes seconds the first time, which short deadlines here do not have
 
 from mmcopy import (  # noqa: E402
     Metrics,
@@ -155,6 +156,12 @@ def test_a_thread_that_was_left_behind_does_not_move_readiness() -> None:
     readiness.ready()
     step(shape, 1, 2)
     assert readiness.is_ready
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e12])
+def test_a_deadline_that_never_comes(deadline_s: float) -> None:
+    report = warm(Model(lambda pixels: threading.Event().wait(0.2)), deadline_s=deadline_s)  # so that it is waited for
+    assert report.status is PrewarmStatus.WARM
 
 
 # ---- failures --------------------------------------------------------------

@@ -198,11 +198,12 @@ def test_snapshots_are_of_one_moment_and_watchers_see_every_change() -> None:
     assert repr(readiness) == "Readiness(ready)"
 
 
+@pytest.mark.parametrize("limit", [10, 1e12, float("inf")])
 @pytest.mark.parametrize("end", ["ready", "fail"])
-def test_wait_ends_with_ready_and_with_failed(end: str) -> None:
+def test_wait_ends_with_ready_and_with_failed(end: str, limit: float) -> None:
     readiness = Readiness()
     threading.Timer(0.01, readiness.ready if end == "ready" else lambda: readiness.fail("why")).start()
-    assert str(readiness.wait(10)) == ("ready" if end == "ready" else "failed: why")
+    assert str(readiness.wait(limit)) == ("ready" if end == "ready" else "failed: why")
 
 
 def test_wait_has_a_limit() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmcopy.config import parse_count, parse_seconds
 from mmcopy.encoders import Family
 from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, UnknownFamilyError
-from mmcopy.readiness import Readiness
+from mmcopy.readiness import LONGEST_S, Readiness
 from mmcopy.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
@@ -159,7 +159,7 @@ def _prewarm(
     progress: bool,
 ) -> PrewarmReport:
     started = time.monotonic()
-    deadline = started + (deadline_s if deadline_s is not None else 10 * 365 * 86400)
+    deadline = started + min(deadline_s if deadline_s is not None else LONGEST_S, LONGEST_S)
     nothing = PrewarmReport(status=PrewarmStatus.SKIPPED, reason="", role=role, device=str(device))
     if not encodes(role):
         return replace(nothing, reason=f"a {role} worker encodes nothing")
