@@ -229,6 +229,30 @@ def test_frames_of_a_failed_encode_hold_no_tensors() -> None:
     assert [each() for each in alive] == [None]
 
 
+def test_frames_of_the_errors_that_it_came_from_hold_none_either() -> None:
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def compute(pixels: torch.Tensor) -> None:
+        hidden = pixels + 1
+        alive.append(weakref.ref(hidden))
+        raise Broken("with a tensor in hand")
+
+    def behave(pixels: torch.Tensor) -> None:
+        try:
+            compute(pixels)
+        except Broken as error:
+            raise RuntimeError("a wrapper's words") from error
+
+    report = warm(Model(behave))
+    gc.collect()
+    assert isinstance(report.error, RuntimeError)
+    assert isinstance(report.error.__cause__, Broken)
+    assert [each() for each in alive] == [None]
+
+
 # ---- memory ----------------------------------------------------------------
 
 

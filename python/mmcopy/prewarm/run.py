@@ -165,8 +165,7 @@ class Job:
                 if not attempt:
                     seconds = time.monotonic() - started
         except Exception as error:
-            if error.__traceback__ is not None:
-                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the encode
+            _clear_frames(error)
             if self.error is None or not is_out_of_memory(error):
                 self.error = error
             kind = _OUT_OF_MEMORY if is_out_of_memory(error) else _RAISED
@@ -255,6 +254,19 @@ def _work(job: Job, finished: threading.Event) -> None:
         # Without a GPU torch 2.11 keeps a device guard of the first thread that compiles, by its address: when that
         # thread has ended, the next compilation of any other crashes the process. So this one stays, asleep.
         threading.Event().wait()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Of ``error`` and of those that it came from: they hold the tensors of the encode, as long as it is kept."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            left += [each.__cause__, each.__context__]
+            if each.__traceback__ is not None:
+                traceback.clear_frames(each.__traceback__)
 
 
 @contextlib.contextmanager
