@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -238,6 +239,9 @@ def test_the_number_of_windows_is_the_towers_own(name: str) -> None:
         ("image", ((0, 8),), "each 1 or more"),
         ("video", ((8, 8),), r"want \(frames, height, width\)"),
         ("audio", ((1.5,),), "each 1 or more"),
+        ("image", (8, 8), r"image size 8: want \(height, width\)"),
+        ("image", ([8, 8],), r"image size \[8, 8\]: want \(height, width\)"),
+        ("image", [(8, 8)], r"image sizes \[\(8, 8\)\]: want a tuple"),
     ],
 )
 def test_a_shape_that_cannot_be(modality: str, items: Any, says: str) -> None:
@@ -259,6 +263,30 @@ def test_sizes_that_a_family_cannot_take(name: str, shape: Shape, says: str) -> 
     config = as_config(build(name).config)
     with pytest.raises(ConfigError, match=says):
         family_for(config).fit(config, shape)
+
+
+def test_a_config_with_another_thing_than_a_number() -> None:
+    for value in ("x", {"height": 14}):
+        config = {"model_type": "qwen3_vl", "vision_config": {"patch_size": value}}
+        with pytest.raises(ConfigError, match=r"the config's patch_size is .*, want a whole number"):
+            family_for(config).fit(config, Shape("image", ((100, 100),)))
+
+
+def test_configs_of_a_users_own_classes() -> None:
+    @dataclasses.dataclass(slots=True)
+    class Vision:
+        patch_size: int = 14
+
+    class Config:
+        def __init__(self) -> None:
+            self.model_type = "qwen3_vl"
+            self.vision_config = Vision()
+
+    assert as_config(Config()) == {"model_type": "qwen3_vl", "vision_config": {"patch_size": 14}}
+    assert as_config(Vision(16)) == {"patch_size": 16}
+    for wrong in (Config, as_config, "qwen3_vl", None):
+        with pytest.raises(ConfigError, match="want a transformers config, a dict or an object"):
+            as_config(wrong)
 
 
 def test_an_unknown_model_is_told_how_to_register() -> None:
@@ -293,6 +321,15 @@ def test_users_add_a_family_with_one_function() -> None:
 
     with pytest.raises(ConfigError, match=r"Nameless\.model_types is empty"):
         register_family(Nameless())
+
+    class Comma(Novel):
+        model_types = "novel"  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"Comma.model_types is 'novel', want a tuple: \('novel',\)"):
+        register_family(Comma())
+    with pytest.raises(ConfigError, match=r"register_family got <class .*Novel'>, want an object of a subclass"):
+        register_family(Novel)  # type: ignore[arg-type]
+    assert not {"n", "novel"} & set(families())
 
 
 def test_descriptions_need_no_torch() -> None:

@@ -7,6 +7,8 @@ without a GPU, computes the same.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -40,10 +42,16 @@ class Shape:
         sides = _SIDES.get(self.modality)
         if sides is None:
             raise ConfigError(f"modality {self.modality!r}: want one of {', '.join(_SIDES)}")
+        if not isinstance(self.items, tuple):
+            raise ConfigError(f"{self.modality} sizes {self.items!r}: want a tuple of ({', '.join(sides)})")
         if not self.items:
             raise ConfigError(f"a {self.modality} shape without an item")
         for item in self.items:
-            if len(item) != len(sides) or not all(isinstance(side, int) and side > 0 for side in item):
+            if (
+                not isinstance(item, tuple)
+                or len(item) != len(sides)
+                or not all(isinstance(side, int) and side > 0 for side in item)
+            ):
                 raise ConfigError(f"{self.modality} size {item}: want ({', '.join(sides)}), each 1 or more")
 
     def __str__(self) -> str:
@@ -149,7 +157,7 @@ class Family(ABC):
 
 
 def as_config(config: Any) -> Config:
-    """A transformers config, a dict or any object with attributes as nested dicts.
+    """A transformers config, a dict, a dataclass or an object with attributes of its own as nested dicts.
 
     Raises :class:`mmcopy.ConfigError` for anything else.
     """
@@ -157,8 +165,9 @@ def as_config(config: Any) -> Config:
         config = config.to_dict()
     if isinstance(config, Mapping):
         return {str(key): as_config(value) if _nested(value) else value for key, value in config.items()}
-    if _nested(config):
-        return {key: as_config(value) if _nested(value) else value for key, value in vars(config).items()}
+    attributes = _attributes(config)
+    if attributes is not None:
+        return {key: as_config(value) if _nested(value) else value for key, value in attributes.items()}
     raise ConfigError(f"a config is a {type(config).__name__}, want a transformers config, a dict or an object")
 
 
@@ -175,15 +184,31 @@ def audio_of(config: Config) -> Config:
 
 
 def number(config: Config, name: str, default: int) -> int:
-    """A whole number of a config; the first one where it has one for each side, ``default`` where it has none."""
+    """A whole number of a config; the first one where it has one for each side, ``default`` where it has none.
+
+    Raises :class:`mmcopy.ConfigError` for what is no number.
+    """
     value = config.get(name, default)
-    if isinstance(value, Sequence) and value:
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
         value = value[0]
-    return default if value is None else int(value)
+    try:
+        return default if value is None else int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the config's {name} is {config.get(name)!r}, want a whole number") from None
 
 
 def _nested(value: object) -> bool:
-    return isinstance(value, Mapping) or hasattr(value, "to_dict") or type(value).__module__ == "types"
+    return isinstance(value, Mapping) or hasattr(value, "to_dict") or _attributes(value) is not None
+
+
+def _attributes(value: object) -> Mapping[str, Any] | None:
+    """Those of an object that is one of a user's own; None for plain values, classes and functions."""
+    if isinstance(value, (type, enum.Enum, str, int, float)) or callable(value):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    found: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+    return found
 
 
 def _halved(shape: Shape) -> Shape | None:

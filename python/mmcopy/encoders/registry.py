@@ -19,10 +19,15 @@ _by_type: dict[str, Family] = {}
 def register_family(family: Family) -> None:
     """Make ``family`` the one for its ``model_types``; the latest wins, over those that come with mmcopy too.
 
-    Raises :class:`mmcopy.ConfigError` when it names none. May be called from any thread.
+    Raises :class:`mmcopy.ConfigError` when it names none, and for what is no family. May be called from any thread.
     """
+    if not isinstance(family, Family):
+        raise ConfigError(f"register_family got {family!r}, want an object of a subclass of mmcopy.encoders.Family")
     if not getattr(family, "model_types", ()):
         raise ConfigError(f"{type(family).__name__}.model_types is empty: which models is it for?")
+    names: object = family.model_types
+    if isinstance(names, str):
+        raise ConfigError(f"{type(family).__name__}.model_types is {names!r}, want a tuple: ({names!r},)")
     with _lock:
         _by_type.update(dict.fromkeys(family.model_types, family))
 
