@@ -303,6 +303,11 @@ def test_towers_for_video_alone() -> None:
     assert encoder_dtypes(model) == {"image": "bfloat16", "video": "float16"}
 
 
+def test_what_is_no_module_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"the model is a NoneType, want a torch\.nn\.Module"):
+        encoder_dtypes(None)  # type: ignore[arg-type]
+
+
 def test_an_absent_tower_is_none() -> None:
     """Some classes keep the attribute and set it to None."""
     model: Any = nn.Module()

@@ -137,6 +137,11 @@ def test_an_encode_function_of_the_users_own() -> None:
         ({"sizes": {"image": [(8,)]}}, ConfigError, r"image size \(8,\): want \(height, width\)"),
         ({"sizes": {"image": [(8, 0)]}}, ConfigError, "each 1 or more"),
         ({"sizes": {"image": ["8x8"]}}, ConfigError, "want a tuple of whole numbers"),
+        ({"sizes": {"image": 8}}, ConfigError, r"sizes\['image'\] is 8, want a list of sizes"),
+        ({"modalities": "image"}, ConfigError, r"modalities is 'image', want some of .* such as \('image',\)"),
+        ({"modalities": 5}, ConfigError, "modalities is 5"),
+        ({"family": "plain"}, ConfigError, "family is 'plain', want an object of a subclass of"),
+        ({"family": PlainFamily}, ConfigError, "want an object of a subclass of"),
         ({"sizes": {"image": [[8, (8, 8)]]}}, ConfigError, "want tuples of whole numbers"),
         ({"sizes": {"audio": [(100,)]}}, ConfigError, "sizes has 'audio', which is not warmed: image"),
         ({"sizes": {"image": [Shape("video", ((1, 8, 8),))]}}, ConfigError, "sizes.'image'. has video 1x8x8"),
@@ -149,6 +154,19 @@ def test_bad_arguments_are_one_clear_error_and_readiness_fails(options: Any, err
     assert model.sizes == []
     assert readiness.snapshot().state == "failed"
     assert error.__name__ in readiness.snapshot().reason
+
+
+def test_what_is_no_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"the model is a str, want a torch\.nn\.Module"):
+        warm("a path")
+
+
+def test_a_forecast_of_what_cannot_be_is_an_error() -> None:
+    report = warm(Model())
+    with pytest.raises(ConfigError, match=r"image size 8: want \(height, width\)"):
+        report.forecast("image", 8, 8)
+    with pytest.raises(ConfigError, match="PlainFamily has no inputs for audio, only for image, video"):
+        report.forecast("audio", (100,))
 
 
 def test_a_model_elsewhere_is_an_error() -> None:

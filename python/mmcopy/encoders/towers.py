@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from mmcopy.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -57,7 +59,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_towers(model: nn.Module) -> Mapping[str, Tower | str]:
-    """For each of ``MODALITIES`` its encoder, or why there is none."""
+    """For each of ``MODALITIES`` its encoder, or why there is none.
+
+    Raises :class:`mmcopy.ConfigError` for what is no module.
+    """
+    if not hasattr(model, "named_children"):
+        raise ConfigError(f"the model is a {type(model).__name__}, want a torch.nn.Module")
     vision = _named(model, VISION_NAMES) or _declaring(model, "image") or _bare(model)
     audio = _named(model, AUDIO_NAMES) or _declaring(model, "audio")
     if vision is None:

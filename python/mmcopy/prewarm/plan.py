@@ -51,6 +51,9 @@ def parse_shapes(sizes: Sizes) -> dict[str, tuple[Shape, ...]]:
     """The shapes that a user's ``sizes`` name. Raises :class:`ConfigError` for one that cannot be."""
     if not isinstance(sizes, Mapping):
         raise ConfigError(f"sizes is a {type(sizes).__name__}, want a mapping: {{'image': [(1024, 1024)]}}")
+    for modality, entries in sizes.items():
+        if not isinstance(entries, Iterable):
+            raise ConfigError(f"sizes[{modality!r}] is {entries!r}, want a list of sizes, such as (1024, 1024)")
     return {modality: tuple(_shape(modality, each) for each in entries) for modality, entries in sizes.items()}
 
 

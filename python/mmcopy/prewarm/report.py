@@ -112,11 +112,15 @@ class PrewarmReport:
         """Whether encoding ``items`` at once, such as (1024, 1024), would compile again, why, and what avoids it; and
         whether attention would make a plan first, on the thread that called prewarm.
 
-        Raises :class:`mmcopy.ConfigError` for a size that cannot be, or when nothing was warmed.
+        Raises :class:`mmcopy.ConfigError` for a size or a modality that cannot be, or when there was nothing to warm.
         """
         if self.family is None:
             raise ConfigError(f"the prewarm was {self.status}: {self.reason}")
-        shape = self.family.fit(self.config, Shape(modality, items))
+        shape = Shape(modality, items)
+        if modality not in self.family.modalities:
+            known = ", ".join(self.family.modalities)
+            raise ConfigError(f"{type(self.family).__name__} has no inputs for {modality}, only for {known}")
+        shape = self.family.fit(self.config, shape)
         return foresee(
             self.family,
             self.config,

@@ -70,6 +70,10 @@ def choose_target(
     family: Family | None,
 ) -> Target:
     """Raises :class:`NothingToWarm`, :class:`ConfigError` and :class:`UnknownFamilyError`."""
+    if isinstance(modalities, str) or not isinstance(modalities, (Sequence, type(None))):
+        raise ConfigError(f"modalities is {modalities!r}, want some of {', '.join(MODALITIES)}, such as ('image',)")
+    if family is not None and not isinstance(family, Family):
+        raise ConfigError(f"family is {family!r}, want an object of a subclass of mmcopy.encoders.Family")
     unknown = [name for name in modalities or () if name not in MODALITIES]
     if unknown:
         raise ConfigError(f"modality {unknown[0]!r}: want some of {', '.join(MODALITIES)}")
