@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mmcopy import ConfigError
+from mmcopy.bench.encoder import Bench, Spec, measure_cold, measure_warm
 from mmcopy.bench.encoder_table import as_markdown, encoder_table
 from mmcopy.cli import main
 from mmcopy.cli.prewarm import parse
@@ -67,6 +68,32 @@ def test_a_table_of_cold_prewarm_and_first_after(model_dir: pathlib.Path, tmp_pa
         warm["rows"][0] |= {"forecast_compiles": compiles, "forecast_plans": plans}
         assert encoder_table(warm, cold).rows[0][-1] == cell
     assert len(encoder_table(warm, None).columns) == len(encoder_table(warm, cold).columns) - 1
+
+
+def test_a_modality_without_inputs_is_left_out_as_the_prewarm_leaves_it_out(tmp_path: pathlib.Path) -> None:
+    """Gemma 4 has an encoder for sound, and its family no inputs for it."""
+    import transformers
+
+    config = build("gemma4").config
+    config.audio_config = transformers.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    spec = Spec(model=str(tmp_path), sizes={"image": [[[48, 48]]], "video": [[[1, 48, 48]]]}, rounds=1, dtype="float32")
+    assert "audio" in Bench(spec).dtypes
+    assert [row["shape"].split()[0] for row in measure_cold(spec)["rows"]] == ["image", "video"]
+    warm = measure_warm(spec)
+    assert warm["report"]["status"] == "warm"
+    assert "audio is not warmed: Gemma4 has no inputs for it" in warm["report"]["warnings"]
+
+
+@pytest.mark.parametrize("modality", ["audio", "smell"])
+def test_a_modality_that_is_not_encoded_is_named(model_dir: pathlib.Path, modality: str) -> None:
+    bench = Bench(Spec(model=str(model_dir), dtype="float32"))
+    says = (
+        f"qwen3_vl cannot be measured with {modality}: it has encoders for image, video, QwenVl inputs for image, video"
+    )
+    for items in (None, [[100]]):
+        with pytest.raises(ConfigError, match=says):
+            bench.shape(modality, items)
 
 
 def test_an_incomplete_prewarm_is_exit_code_1(model_dir: pathlib.Path) -> None:

@@ -106,8 +106,25 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def shape(self, modality: str, items: Any) -> Shape:
-        """The fitted shape of a spec's entry."""
+    @property
+    def modalities(self) -> list[str]:
+        """Those of the spec, or all that the prewarm would warm: what has an encoder, and inputs for it."""
+        if self.spec.modalities is not None:
+            return self.spec.modalities
+        return [name for name in self.dtypes if name in self.family.modalities]
+
+    def shape(self, modality: str, items: Any = None) -> Shape:
+        """The fitted shape of a spec's entry; None: the family's first.
+
+        Raises :class:`ConfigError` for a modality that is not encoded.
+        """
+        if modality not in self.dtypes or modality not in self.family.modalities:
+            raise ConfigError(
+                f"{self.config['model_type']} cannot be measured with {modality}: it has encoders for "
+                f"{', '.join(self.dtypes)}, {type(self.family).__name__} inputs for {', '.join(self.family.modalities)}"
+            )
+        if items is None:
+            items = self.family.shapes(self.config, modality, self.spec.max_pixels)[0].items
         return self.family.fit(self.config, Shape(modality, tuple(map(tuple, items))))
 
     def encode(self, shape: Shape) -> float:
@@ -151,10 +168,9 @@ def measure_cold(spec: Spec) -> dict[str, Any]:
     """The process's first encode, of the first size of each modality, and the steady state after it."""
     bench = Bench(spec)
     rows = []
-    for modality in spec.modalities or list(bench.dtypes):
+    for modality in bench.modalities:
         given = spec.sizes.get(modality) or spec.checks.get(modality)
-        default = bench.family.shapes(bench.config, modality, spec.max_pixels)[0]
-        shape = bench.shape(modality, given[0]) if given else bench.family.fit(bench.config, default)
+        shape = bench.shape(modality, given[0] if given else None)
         before = count_graphs()
         seconds = bench.encode(shape)
         rows.append({"shape": str(shape), "first_s": seconds, "graphs": count_graphs() - before, **bench.steady(shape)})
