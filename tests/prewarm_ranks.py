@@ -9,18 +9,23 @@ import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mmcopy
+from mmcopy.encoders import Shape
 from mmcopy.metrics import Counter
+from mmcopy.prewarm.memory import Meter
+from mmcopy.prewarm.ranks import Ranks
+from mmcopy.prewarm.run import Job
 
 from .encoder_fakes import PLAIN, Model
 
 WORLD = 2
-SCENARIOS = ("receives", "out-of-memory", "raises", "disagree", "hangs")
+SCENARIOS = ("receives", "out-of-memory", "raises", "disagree", "decodes", "elsewhere", "repeats", "alone", "hangs")
 
 
 def behaviour(scenario: str, rank: int) -> Any:
@@ -38,7 +43,10 @@ def behaviour(scenario: str, rank: int) -> Any:
 
 def warm(scenario: str, rank: int) -> dict[str, Any]:
     """One prewarm, and what came of it on this rank."""
-    model = Model(behaviour(scenario, rank))
+    if scenario == "alone":
+        return settle_alone(rank)
+    with torch.device("meta" if scenario == "elsewhere" and rank else "cpu"):
+        model = Model(behaviour(scenario, rank))
     sizes = {"image": [(8, 8), (8, 16 if rank else 24)]} if scenario == "disagree" else None
     readiness = mmcopy.Readiness()
     found: dict[str, Any] = {"scenario": scenario}
@@ -46,7 +54,8 @@ def warm(scenario: str, rank: int) -> dict[str, Any]:
     try:
         report = mmcopy.prewarm(
             model,
-            role="aggregated",
+            role="decode" if scenario == "decodes" and rank else "aggregated",
+            repeats=2 if scenario == "repeats" and rank else 1,
             device="cpu",
             family=PLAIN,
             sizes=sizes,
@@ -59,12 +68,41 @@ def warm(scenario: str, rank: int) -> dict[str, Any]:
         found["warnings"] = list(report.warnings)
         found |= {"status": str(report.status), "shapes": [[str(s.shape), str(s.outcome)] for s in report.shapes]}
         found["notes"] = [s.note for s in report.shapes]
-    except mmcopy.PrewarmError as error:
+    except (mmcopy.PrewarmError, mmcopy.ConfigError) as error:
         found["error"] = str(error)
     if receiver is not None:
         found["received"] = receiver.metrics.get(Counter.TENSORS_RECEIVED)
         receiver.close()
     return found | {"encoded": [list(size[1:]) for size in model.sizes], "ready": str(readiness.state)}
+
+
+def settle_alone(rank: int) -> dict[str, Any]:
+    """The last encode ends after the deadline of one rank and before that of the other, which goes on to settle."""
+    group = dist.new_group(backend="gloo")
+    deadline, model = time.monotonic() + 5, Model()
+    job = Job(
+        family=PLAIN,
+        config={},
+        plan=[Shape("image", ((8, 8),))],
+        dtypes={"image": "float16"},
+        device=torch.device("cpu"),
+        stream=None,
+        encode=lambda modality, tensors: model.get_image_features(**tensors),
+        ranks=Ranks(group),
+        meter=Meter(torch.device("cpu")),
+        deadline=deadline,
+        repeats=1,
+        step=lambda shape, done, total: None,
+        prepare=lambda: 0.0,
+        agreed=[],
+    )
+    job.work()
+    if rank:
+        job.settle()
+    late = time.monotonic() >= deadline
+    dist.barrier()  # whoever ended now would end the other's wait
+    shapes = [[str(each.outcome), each.on_callers_thread] for each in job.results]
+    return {"scenario": "alone", "shapes": shapes, "late": late}
 
 
 def main(store: str, rank: int) -> None:

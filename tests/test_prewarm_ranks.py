@@ -72,6 +72,30 @@ def test_ranks_that_do_not_agree_are_told_what_differs(ranks: Found) -> None:
         assert (each["encoded"], each["ready"]) == ([], "failed")
 
 
+def test_a_rank_with_nothing_to_encode_is_told_to_the_others(ranks: Found) -> None:
+    nothing = "at 0 rank 0 has 'aggregated', rank 1 has 'nothing: a decode worker encodes nothing'"
+    for each in ranks["decodes"]:
+        assert nothing in each["error"]
+        assert (each["encoded"], each["ready"]) == ([], "failed")
+
+
+def test_a_rank_that_cannot_begin_is_told_to_the_others_and_has_its_own_error(ranks: Found) -> None:
+    why = "the image encoder visual has no weights yet, device is cpu"
+    first, second = (each["error"] for each in sorted(ranks["elsewhere"], key=lambda each: len(each["error"])))
+    assert first == why
+    assert f"rank 0 has 'aggregated', rank 1 has 'ConfigError: {why}'" in second
+
+
+def test_ranks_encode_each_shape_as_often(ranks: Found) -> None:
+    for each in ranks["repeats"]:
+        assert "rank 0 has 'repeats 1', rank 1 has 'repeats 2'" in each["error"]
+
+
+def test_a_rank_that_settles_alone_ends_with_its_deadline(ranks: Found) -> None:
+    assert [each["shapes"] for each in ranks["alone"]] == [[["warm", False]]] * 2
+    assert {each["late"] for each in ranks["alone"]} == {False, True}
+
+
 def test_a_rank_that_hangs_ends_the_wait_of_all(ranks: Found) -> None:
     assert len(ranks["hangs"]) == 2
     for each in ranks["hangs"]:

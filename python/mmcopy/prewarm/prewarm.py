@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,8 @@ def prewarm(
         the tensors by name, instead of the model's ``get_image_features`` and the like.
     receiver: is warmed too, by small tensors from segments and messages (they count in its metrics).
     group: a gloo group of the tensor-parallel ranks. All of them call; they agree on the shapes first, encode the
-        same ones in the same order, and go smaller together. device_group: their group for tensors; gets a broadcast.
+        same ones in the same order, and go smaller together; one that encodes nothing, or cannot, meets the others
+        first. device_group: their group for tensors; gets a broadcast.
     readiness: is warming meanwhile, then ready or failed; failed for every exception that is raised here, too.
     before_ready: called with the report when all has ended well enough, before ``readiness`` is ready: size the KV
         cache there. What the encoders need is allocated by then.
@@ -161,21 +163,31 @@ def _prewarm(
     started = time.monotonic()
     deadline = started + min(deadline_s if deadline_s is not None else LONGEST_S, LONGEST_S)
     nothing = PrewarmReport(status=PrewarmStatus.SKIPPED, reason="", role=role, device=str(device))
-    if not encodes(role):
-        return replace(nothing, reason=f"a {role} worker encodes nothing")
-    where = parse_device(device)
+    ranks = Ranks(group)
+
+    def tell(what: str) -> None:
+        """The other ranks, which would otherwise wait for this one until their deadline."""
+        ranks.within(deadline - time.monotonic(), lambda: ranks.agree([what]))
+
     try:
+        if not encodes(role):
+            raise NothingToWarm(f"a {role} worker encodes nothing")
+        where = parse_device(device)
         target = choose_target(model, device=where, modalities=modalities, config=config, family=family)
+        plan = plan_shapes(target.config, target.family, target.modalities, sizes=sizes, max_pixels=max_pixels)
     except NothingToWarm as why:
+        tell(f"nothing: {why}")
         return replace(nothing, reason=str(why))
-    except UnknownFamilyError as error:
-        if required or modalities is not None:
-            raise
-        return replace(nothing, reason=str(error), warnings=[f"the encoders are not warmed: {error}"])
-    plan = plan_shapes(target.config, target.family, target.modalities, sizes=sizes, max_pixels=max_pixels)
+    except Exception as error:
+        if isinstance(error, UnknownFamilyError) and not required and modalities is None:
+            tell(f"nothing: {error}")
+            return replace(nothing, reason=str(error), warnings=[f"the encoders are not warmed: {error}"])
+        with contextlib.suppress(Exception):  # that they differ is the smaller news here
+            tell(f"{type(error).__name__}: {error}")
+        raise
     # Before the encodes: one that hangs may keep the device's allocator, and the answer is that for this process now.
     cudnn = {name: takes_cudnn(tower, dtype=target.dtypes[name], device=where) for name, tower in target.towers.items()}
-    ranks, meter = Ranks(group), Meter(where)
+    meter = Meter(where)
 
     def prepare() -> float:
         began = time.monotonic()
@@ -208,7 +220,13 @@ def _prewarm(
             repeats=repeats,
             step=step,
             prepare=prepare,
-            agreed=[str(role), type(target.family).__name__, str(dict(target.dtypes)), *map(str, plan)],
+            agreed=[
+                str(role),
+                type(target.family).__name__,
+                str(dict(target.dtypes)),
+                *map(str, plan),
+                f"repeats {repeats}",
+            ],
         )
         shapes = run_job(job, timeout_s=deadline_s)
     if limit_was_hit() > given_up:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ class Ranks:
     """The group that encodes together; without one, this process alone.
 
     ``group`` is a ``torch.distributed`` group for objects on the CPU (gloo). Its calls block until all ranks have made
-    them: they run on the prewarm's thread, inside its deadline.
+    them: they run on the prewarm's thread, inside its deadline, or by :meth:`within`.
     """
 
     def __init__(self, group: Any) -> None:
@@ -36,6 +37,29 @@ class Ranks:
         import torch.distributed as dist
 
         return int(dist.get_rank(self._group))
+
+    def within(self, limit_s: float, call: Callable[[], T]) -> T | None:
+        """What ``call``, made of the calls below, returns, or raises; None when that took longer than ``limit_s``.
+
+        For a thread that has to be back by then. A call that takes longer is left behind on a thread of its own.
+        """
+        if self._group is None:
+            return call()
+        answers: list[T] = []
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                answers.append(call())
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, name="mmcopy-prewarm-ranks", daemon=True)
+        thread.start()
+        thread.join(max(0.0, limit_s))
+        if failures:
+            raise failures[0]
+        return answers[0] if answers else None
 
     def gather(self, value: T) -> list[T]:
         """Everyone's ``value``, in the order of ranks."""
