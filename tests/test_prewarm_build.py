@@ -86,3 +86,12 @@ def test_what_cannot_be_built(tmp_path: pathlib.Path) -> None:
     written("qwen3_vl", tmp_path)
     with pytest.raises(ConfigError, match="cannot build qwen3_vl"):
         build_encoders(read_config(tmp_path), device=CPU, dtype="bfloat16", attention="no_such_attention")
+
+
+def test_weights_that_cannot_be_loaded(tmp_path: pathlib.Path) -> None:
+    written("qwen3_vl", tmp_path).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"cannot load {tmp_path}: ValueError: .*no_such_attention"):
+        load_encoders(tmp_path, device=CPU, dtype="bfloat16", attention="no_such_attention")
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=f"cannot load {tmp_path}: SafetensorError"):
+        load_encoders(tmp_path, device=CPU, dtype="bfloat16")

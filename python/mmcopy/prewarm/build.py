@@ -79,13 +79,18 @@ def load_encoders(
 ) -> Any:
     """The model of a directory with its weights, read whole into host memory; only its encoders go to ``device``.
 
-    Raises :class:`mmcopy.ConfigError` for a model without encoders.
+    Raises :class:`mmcopy.ConfigError` for a model without encoders, and for weights that cannot be read.
     """
     import torch
 
     options = {} if attention is None else {"attn_implementation": attention}
     automatic = _automatic(_transformers(), read_config(path))
-    model = automatic.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, **options).eval()
+    try:
+        model = automatic.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, **options).eval()
+    except MemoryError:
+        raise
+    except Exception as error:  # its own checks, safetensors' and those of every model raise what they like
+        raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}") from error
     for parent in dict.fromkeys(_parents(model)):
         module = model.get_submodule(parent)
         for name, child in module.named_children():
