@@ -25,7 +25,18 @@ from mmcopy.prewarm.run import Job
 from .encoder_fakes import PLAIN, Model
 
 WORLD = 2
-SCENARIOS = ("receives", "out-of-memory", "raises", "disagree", "decodes", "elsewhere", "repeats", "alone", "hangs")
+SCENARIOS = (
+    "receives",
+    "out-of-memory",
+    "raises",
+    "disagree",
+    "decodes",
+    "elsewhere",
+    "repeats",
+    "alone",
+    "comes-late",
+    "hangs",
+)
 
 
 def behaviour(scenario: str, rank: int) -> Any:
@@ -43,6 +54,8 @@ def behaviour(scenario: str, rank: int) -> Any:
 
 def warm(scenario: str, rank: int) -> dict[str, Any]:
     """One prewarm, and what came of it on this rank."""
+    if scenario == "comes-late":
+        return come_late(rank)
     if scenario == "alone":
         return settle_alone(rank)
     with torch.device("meta" if scenario == "elsewhere" and rank else "cpu"):
@@ -103,6 +116,30 @@ def settle_alone(rank: int) -> dict[str, Any]:
     dist.barrier()  # whoever ended now would end the other's wait
     shapes = [[str(each.outcome), each.on_callers_thread] for each in job.results]
     return {"scenario": "alone", "shapes": shapes, "late": late}
+
+
+def come_late(rank: int) -> dict[str, Any]:
+    """Rank 1 calls when the deadline of rank 0 has passed, which uses its receiver already."""
+    group = dist.new_group(backend="gloo")
+    options: dict[str, Any] = {"role": "aggregated", "device": "cpu", "family": PLAIN, "group": group}
+    with mmcopy.Receiver("cpu") as receiver:
+        if rank:
+            dist.barrier()
+        model = Model()
+        report = mmcopy.prewarm(model, receiver=receiver, deadline_s=60 if rank else 1, **options)
+        if not rank:
+            dist.barrier()
+        dist.barrier()
+        for thread in threading.enumerate():
+            if thread.name == "mmcopy-prewarm":
+                thread.join(30)
+        received = receiver.metrics.get(Counter.TENSORS_RECEIVED)
+    return {
+        "scenario": "comes-late",
+        "status": str(report.status),
+        "received": received,
+        "encoded": len(model.sizes),
+    }
 
 
 def main(store: str, rank: int) -> None:

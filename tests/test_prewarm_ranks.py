@@ -96,6 +96,11 @@ def test_a_rank_that_settles_alone_ends_with_its_deadline(ranks: Found) -> None:
     assert {each["late"] for each in ranks["alone"]} == {False, True}
 
 
+def test_a_rank_that_comes_late_begins_nothing_on_the_others(ranks: Found) -> None:
+    for each in ranks["comes-late"]:
+        assert (each["status"], each["received"], each["encoded"]) == ("incomplete", 0, 0)
+
+
 def test_a_rank_that_hangs_ends_the_wait_of_all(ranks: Found) -> None:
     assert len(ranks["hangs"]) == 2
     for each in ranks["hangs"]:

@@ -76,7 +76,8 @@ class Job:
         try:
             with _inference(self.device, self.stream):
                 self.ranks.agree(self.agreed)
-                self.transport_seconds = self.prepare()
+                if not self.ranks.all_of(self._is_over(), any):  # a rank may have come after another one's deadline
+                    self.transport_seconds = self.prepare()
                 for index, planned in enumerate(self.plan):
                     if self.ranks.all_of(self._is_over(), any):
                         self.late = True
