@@ -137,6 +137,7 @@ def come_late(rank: int) -> dict[str, Any]:
     return {
         "scenario": "comes-late",
         "status": str(report.status),
+        "reason": report.reason,
         "received": received,
         "encoded": len(model.sizes),
     }

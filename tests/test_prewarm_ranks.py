@@ -99,6 +99,10 @@ def test_a_rank_that_settles_alone_ends_with_its_deadline(ranks: Found) -> None:
 def test_a_rank_that_comes_late_begins_nothing_on_the_others(ranks: Found) -> None:
     for each in ranks["comes-late"]:
         assert (each["status"], each["received"], each["encoded"]) == ("incomplete", 0, 0)
+    assert {each["reason"] for each in ranks["comes-late"]} == {
+        "the deadline of 1 s passed",
+        "another rank's deadline passed",
+    }
 
 
 def test_a_rank_that_hangs_ends_the_wait_of_all(ranks: Found) -> None:

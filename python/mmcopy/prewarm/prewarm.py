@@ -235,7 +235,8 @@ def _prewarm(
             "torch._dynamo.config.recompile_limit; raise it, or warm fewer sizes"
         )
     retained, reserved = meter.kept()
-    status, reason = _verdict(shapes, late=job.late, deadline_s=deadline_s)
+    limit = "another rank's deadline" if job.late_elsewhere else f"the deadline of {deadline_s or LONGEST_S:g} s"
+    status, reason = _verdict(shapes, late=job.late, limit=limit, deadline_s=deadline_s)
     return PrewarmReport(
         status=status,
         reason=reason,
@@ -259,13 +260,15 @@ def _prewarm(
     )
 
 
-def _verdict(shapes: Sequence[ShapeReport], *, late: bool, deadline_s: float | None) -> tuple[PrewarmStatus, str]:
+def _verdict(
+    shapes: Sequence[ShapeReport], *, late: bool, limit: str, deadline_s: float | None
+) -> tuple[PrewarmStatus, str]:
     reasons = [f"{each.shape} failed: {each.note}" for each in shapes if each.outcome is Outcome.FAILED]
     hung = next((each for each in shapes if each.outcome is Outcome.HUNG), None)
     if hung is not None:
         reasons.insert(0, f"{hung.shape} was still running after {deadline_s:g} s, the deadline")
     elif late:
-        reasons.insert(0, f"the deadline of {deadline_s:g} s passed")
+        reasons.insert(0, f"{limit} passed")
     return (PrewarmStatus.INCOMPLETE, "; ".join(reasons)) if reasons else (PrewarmStatus.WARM, "")
 
 

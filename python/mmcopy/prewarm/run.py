@@ -63,6 +63,8 @@ class Job:
     transport_seconds: float = 0.0
     error: BaseException | None = None
     late: bool = False
+    late_elsewhere: bool = False
+    """Whether it was another rank's deadline that passed."""
     at_home: bool = False
     """Whether the thread that works is the caller's own."""
     failure: BaseException | None = None
@@ -79,8 +81,9 @@ class Job:
                 if not self.ranks.all_of(self._is_over(), any):  # a rank may have come after another one's deadline
                     self.transport_seconds = self.prepare()
                 for index, planned in enumerate(self.plan):
-                    if self.ranks.all_of(self._is_over(), any):
-                        self.late = True
+                    over = self._is_over()
+                    if self.ranks.all_of(over, any) and not self.late:
+                        self.late, self.late_elsewhere = True, not over
                     if self.late or planned.modality in self._failed:
                         self._add(ShapeReport(planned, planned, Outcome.NOT_RUN))
                         continue
