@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import select
+import signal
 import subprocess
 import sys
 
@@ -18,6 +21,7 @@ from mmcopy.bench.encoder_table import as_markdown, encoder_table
 from mmcopy.cli import main
 from mmcopy.cli.prewarm import parse
 
+from .conftest import settle
 from .encoder_models import build
 
 
@@ -106,6 +110,37 @@ def test_an_incomplete_prewarm_is_exit_code_1(model_dir: pathlib.Path) -> None:
     assert "prewarm: incomplete, " in done.stdout
     assert "the deadline, in " in done.stdout
     assert "(cuDNN's off)" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_process_and_no_files(model_dir: pathlib.Path, tmp_path: pathlib.Path, number: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mmcopy",
+        "prewarm",
+        "--model",
+        str(model_dir),
+        "--no-cold",
+        "--image",
+        "2048x2048",
+    ]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as us:
+        try:
+            children = pathlib.Path(f"/proc/{us.pid}/task/{us.pid}/children")
+            assert settle(lambda: bool(children.read_text()), limit_s=60)
+            child = os.pidfd_open(int(children.read_text()))
+            try:
+                us.send_signal(number)
+                assert us.wait(60) == 128 + number
+                assert select.select([child], [], [], 0)[0], "the measuring process has ended"
+            finally:
+                os.close(child)
+        finally:
+            us.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_decode_worker_has_nothing_to_measure(model_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

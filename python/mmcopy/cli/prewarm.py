@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ __all__ = ["add_parser", "run"]
 
 CHILD_LIMIT_S = 900.0
 """How long one measuring process may take beyond the prewarm's deadline: building, compiling, steady state."""
+
+
+POLL_S = 0.2
+"""How often it is looked whether a signal came."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -168,14 +173,27 @@ def _in_a_process(kind: str, spec: Any) -> dict[str, Any]:
         # Compiled code of an earlier run must not make this one look warm.
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "mmcopy.bench.encoder", kind, json.dumps(dataclasses.asdict(spec))]
-        limit = spec.deadline_s + CHILD_LIMIT_S
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise MmcopyError(f"the {kind} measurement did not end within {limit:g} s") from error
-    if done.returncode != 0:
-        raise MmcopyError(f"the {kind} measurement ended with code {done.returncode}; its messages are above")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        code, text = _output(kind, command, environment, limit_s=spec.deadline_s + CHILD_LIMIT_S)
+    if code != 0:
+        raise MmcopyError(f"the {kind} measurement ended with code {code}; its messages are above")
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
     return result
+
+
+def _output(kind: str, command: list[str], environment: dict[str, str], *, limit_s: float) -> tuple[int, str]:
+    """Exit code and stdout of a command, which is gone when this ends, by a signal that asks us to stop too."""
+    from mmcopy.demo.signals import Signals
+
+    until = time.monotonic() + limit_s
+    with Signals() as signals, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        try:
+            while True:
+                signals.check()
+                try:
+                    text, _ = child.communicate(timeout=POLL_S)
+                    return child.returncode, text
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > until:
+                        raise MmcopyError(f"the {kind} measurement did not end within {limit_s:g} s") from None
+        finally:
+            child.kill()
