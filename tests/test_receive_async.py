@@ -199,3 +199,10 @@ def test_receives_and_a_close_at_once_leave_nothing(sender: Sender, shm_dir: pat
             except ClosedError:
                 assert receiver._closed
         assert settle(lambda: left(shm_dir) == [])
+
+
+def test_a_receiver_without_a_limit_of_its_own(sender: Sender, shm_dir: pathlib.Path) -> None:
+    source = np.ones(300_000, np.uint8)
+    with Receiver("cpu", framework="numpy", shm_dir=shm_dir, timeout_s=float("inf")) as receiver:
+        pending = receiver.receive_async(sender.send(source))
+        assert pending.wait(float("inf")).tobytes() == source.tobytes()

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from .config import LONGEST_S
 from .errors import ReceiveTimeoutError
 
 __all__ = ["PendingReceive"]
@@ -39,6 +40,8 @@ class PendingReceive:
 
         Raises what the receive raised, and :class:`ReceiveTimeoutError` on the limit: the receive goes on then.
         """
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, LONGEST_S)  # infinity, for example
         try:
             return self._future.result(timeout_s)
         except FutureTimeoutError:

@@ -13,10 +13,6 @@ from .config import parse_seconds
 __all__ = ["Readiness", "ReadinessSnapshot", "ReadinessState"]
 
 
-LONGEST_S = 10 * 365 * 86400.0
-"""Python's waits take no infinity, and not every number of seconds."""
-
-
 class ReadinessState(enum.StrEnum):
     """How far a worker's start has come."""
 
@@ -107,7 +103,7 @@ class Readiness:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._snapshot.state in (ReadinessState.READY, ReadinessState.FAILED),
-                timeout=min(limit, LONGEST_S),
+                timeout=limit,
             )
         return self.snapshot()
 

@@ -119,8 +119,8 @@ class Receiver:
         threads = parse_count(
             default_num_threads() if num_threads is None else num_threads, setting="Receiver.num_threads"
         )
-        parse_count(staging_bytes, setting="Receiver.staging_bytes")
-        parse_count(slot_bytes, setting="Receiver.slot_bytes", least=4096)
+        staging_bytes = parse_count(staging_bytes, setting="Receiver.staging_bytes")
+        slot_bytes = parse_count(slot_bytes, setting="Receiver.slot_bytes", least=4096)
         index = _cuda_index(self.device)
         self._nvtx_range = _nvtx_range() if nvtx else None
         if framework not in ("torch", "numpy"):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mmcopy import ConfigError, Sender, TransportConfig, WorkerSpec
-from mmcopy.config import default_num_threads, parse_count, parse_seconds, parse_size, read_environment
+from mmcopy.config import LONGEST_S, default_num_threads, parse_count, parse_seconds, parse_size, read_environment
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,12 @@ def test_what_is_no_size(value: object) -> None:
         parse_size(value, setting="the setting")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("value", "seconds"), [(1, 1), (0.5, 0.5), ("2.5", 2.5), ("30", 30), (float("inf"), None)])
-def test_seconds(value: float | str, seconds: float | None) -> None:
-    assert parse_seconds(value, setting="x") == (value if seconds is None else seconds)
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(1, 1), (0.5, 0.5), ("2.5", 2.5), ("30", 30), (float("inf"), LONGEST_S), (1e12, LONGEST_S)],
+)
+def test_seconds(value: float | str, seconds: float) -> None:
+    assert parse_seconds(value, setting="x") == seconds
 
 
 @pytest.mark.parametrize("value", [0, -1, True, float("nan"), "0", "1s", "-1", "inf", "nan", "", "1e3", None])

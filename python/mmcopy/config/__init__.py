@@ -11,7 +11,7 @@ from .delivery import SHARED, Choice, Delivery, Sharing, by_labels, choose, deli
 from .dtype import ResolvedDtype, wire_dtype, wire_dtype_in
 from .environment import Environment, default_num_threads, read_environment, warn_once
 from .mode import TransportMode, parse_mode
-from .numbers import parse_count, parse_min_bytes, parse_seconds, parse_size
+from .numbers import LONGEST_S, parse_count, parse_min_bytes, parse_seconds, parse_size
 from .own_variables import OWN_NAMES, read_own_variables
 from .reason import Reason
 from .route import Route, plan_route, receivers_of
@@ -25,6 +25,7 @@ __all__ = [
     "DEFAULT_PROOF_MAX_AGE_S",
     "DEFAULT_SHM_MIN_BYTES",
     "ENGINES",
+    "LONGEST_S",
     "MODALITIES",
     "OWN_NAMES",
     "SHARED",

@@ -7,10 +7,13 @@ import re
 
 from mmcopy.errors import ConfigError
 
-__all__ = ["parse_count", "parse_min_bytes", "parse_seconds", "parse_size"]
+__all__ = ["LONGEST_S", "parse_count", "parse_min_bytes", "parse_seconds", "parse_size"]
 
 MAX_BYTES = 2**64 - 1
 """SMG's messages and settings hold sizes in 64 bits."""
+
+LONGEST_S = 10 * 365 * 86400.0
+"""Python's waits take no infinity, and not every number of seconds."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,20}) ?([A-Za-z]*)")
@@ -53,10 +56,13 @@ def parse_count(value: int | str, *, setting: str, least: int = 1) -> int:
 
 
 def parse_seconds(value: float | str, *, setting: str) -> float:
-    """Seconds, more than 0 (infinity is allowed), or their text. Raises :class:`ConfigError` that names ``setting``."""
+    """Seconds, more than 0, or their text; from ten years on, infinity included, ten years, which every wait can take.
+
+    Raises :class:`ConfigError` that names ``setting``.
+    """
     number: object = value
     if isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value.strip(), re.ASCII):
         number = float(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number) or not number > 0:
         raise ConfigError(f"{setting} is {value!r}, want seconds, more than 0")
-    return number
+    return min(number, LONGEST_S)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mmcopy.config import parse_count, parse_seconds
+from mmcopy.config import LONGEST_S, parse_count, parse_seconds
 from mmcopy.encoders import Family
 from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, UnknownFamilyError
-from mmcopy.readiness import LONGEST_S, Readiness
+from mmcopy.readiness import Readiness
 from mmcopy.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
@@ -161,7 +161,7 @@ def _prewarm(
     progress: bool,
 ) -> PrewarmReport:
     started = time.monotonic()
-    deadline = started + min(deadline_s if deadline_s is not None else LONGEST_S, LONGEST_S)
+    deadline = started + (deadline_s if deadline_s is not None else LONGEST_S)
     nothing = PrewarmReport(status=PrewarmStatus.SKIPPED, reason="", role=role, device=str(device))
     ranks = Ranks(group)
 

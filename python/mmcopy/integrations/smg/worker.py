@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 
 from mmcopy._native import __version__
 from mmcopy._native import shm_namespace_id as own_namespace_id
+from mmcopy.config import parse_count, parse_seconds
 from mmcopy.encoders import common_dtype, explain_encoder_dtypes
 from mmcopy.errors import ClosedError, ConfigError, MissingDependencyError
 from mmcopy.readiness import Readiness
@@ -83,12 +84,10 @@ class SmgWorker:
             raise ConfigError(
                 "encoder_dtype and encoder are both given: one says the same as the other, or another thing"
             )
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"port is {port}, want 0 to 65535")
-        if receive_threads < 1:
-            raise ConfigError(f"receive_threads is {receive_threads}, want 1 or more")
-        if not receive_timeout_s > 0:
-            raise ConfigError(f"receive_timeout_s is {receive_timeout_s}, want more than 0")
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise ConfigError(f"port is {port!r}, want 0 to 65535")
+        receive_threads = parse_count(receive_threads, setting="SmgWorker.receive_threads")
+        receive_timeout_s = parse_seconds(receive_timeout_s, setting="SmgWorker.receive_timeout_s")
         self.model = model
         self.receiver = receiver
         self.engine: Engine = engine
