@@ -27,6 +27,7 @@ FLOOR = {
     "encoders": 3,
     "endpoint": 3,
     "fanout": 3,
+    "form": 3,
     "leases": 3,
     "outgoing": 3,
     "pending": 3,

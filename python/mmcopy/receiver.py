@@ -26,6 +26,7 @@ from .errors import (
     PayloadError,
     ReceiveTimeoutError,
 )
+from .form import take_apart, values_of
 from .host import NumpyDestination, TorchDestination
 from .leases import LeaseOpener, LeaseSource
 from .metrics import Counter, Metrics, Stage
@@ -282,7 +283,7 @@ class Receiver:
         or for a handle that is not acceptable: that one is left alone. Works on a closed receiver too.
         :class:`PayloadError` for what is neither an item nor a collection.
         """
-        return self._opener.release([items] if isinstance(items, (TensorData, ShmHandle)) else _values(items))
+        return self._opener.release([items] if isinstance(items, (TensorData, ShmHandle)) else values_of(items))
 
     def close(self) -> None:
         """Let receives that were begun end, wait until no copy reads pinned memory, and free it. Idempotent.
@@ -398,7 +399,7 @@ class Receiver:
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any
     ) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
         try:
-            return _flatten(items, out)
+            return take_apart(items, out)
         except DeviceError:
             self.release(items)
             raise
@@ -414,36 +415,6 @@ def _both(
 ) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _flatten(
-    items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any
-) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
-    """The items as a list, ``out`` in the same order, and what gives a list of results the form of ``items``."""
-    if isinstance(items, TensorData):
-        return [items], None if out is None else [out], lambda results: results[0]
-    flat = _values(items)
-    for n, item in enumerate(flat):
-        if not isinstance(item, TensorData):
-            raise PayloadError(f"item {n} of {len(flat)} is {type(item).__name__}, want a TensorData")
-    if isinstance(items, Mapping):
-        keys = list(items)
-        if out is not None and (not isinstance(out, Mapping) or set(out) != set(keys)):
-            given = sorted(map(str, out)) if isinstance(out, Mapping) else type(out).__name__
-            raise DeviceError(f"out has the keys {given}, items has {sorted(map(str, keys))}")
-        flat_out = None if out is None else [out[key] for key in keys]
-        return flat, flat_out, lambda results: dict(zip(keys, results, strict=True))
-    if out is not None and not isinstance(out, Sequence):
-        raise DeviceError(f"out is {type(out).__name__}, want a sequence of {len(items)} tensors as items is one")
-    if out is not None and len(out) != len(items):
-        raise DeviceError(f"out has {len(out)} tensors, items has {len(items)}")
-    return flat, None if out is None else list(out), lambda results: results
-
-
-def _values(items: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise PayloadError(f"items is {type(items).__name__}, want a TensorData, or a mapping or a sequence of them")
-    return list(items.values() if isinstance(items, Mapping) else items)
 
 
 def _nvtx_range() -> Callable[[str], contextlib.AbstractContextManager[None]]:
