@@ -8,6 +8,7 @@ rank ended, 128 + n when signal n stopped it.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,14 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> int:
     """Run this rank; its exit code."""
+    code = _run(arguments)
+    # What an error refers to keeps torch's groups. A thread of theirs that lets go of a tensor while the interpreter
+    # ends would abort the process; so they end here.
+    gc.collect()
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
     store, rank, size, text, result_file = arguments
     spec = spec_from(text)
 
