@@ -14,7 +14,7 @@ from mmcopy.fanout import consumers_of, for_consumer
 from mmcopy.metrics import Counter
 
 from .conftest import settle
-from .test_leases import Side, is_empty, random_bytes, statistics
+from .lease_side import Side, is_empty, random_bytes, statistics
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("nothing_left_open")

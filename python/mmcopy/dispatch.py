@@ -56,8 +56,8 @@ class Dispatch:
         sent: dict[int, TensorData] = {}
         choices = self._policy.choose_each(delivery, [parcel.nbytes for parcel in parcels])
         grouped = [n for n, choice in enumerate(choices) if choice.path == "lease"]
+        writers: list[_native.LeaseWriter] | None = None
         try:
-            writers = None
             if grouped:
                 writers = self.lease([parcels[n].nbytes for n in grouped], delivery, consumers=consumers)
             if writers is not None:
@@ -69,6 +69,10 @@ class Dispatch:
                     # Where the group found no room in time, its members do not wait again, each by itself.
                     sent[n] = self.send(parcel, delivery, consumers=consumers, may_lease=n not in grouped)
         except BaseException:
+            for writer in writers or ():
+                with contextlib.suppress(MmcopyError):  # one that is not committed is given up, one that is taken back
+                    writer.abort()
+                    self._cancel_lease(handle_of(writer))
             for data in sent.values():
                 with contextlib.suppress(MmcopyError):
                     self.cancel(data)
@@ -95,16 +99,12 @@ class Dispatch:
             raise
 
     def _write_all(self, writers: Sequence[_native.LeaseWriter], parcels: Sequence[Parcel]) -> None:
+        """The same for a request's; on an error the caller gives them up."""
         parts = [
             (writer, parcel.flat.data, parcel.flat.dtype, parcel.dtype)
             for writer, parcel in zip(writers, parcels, strict=True)
         ]
-        try:
-            _native.write_leases(parts, num_threads=self._num_threads)
-        except BaseException:
-            for writer in writers:
-                writer.abort()
-            raise
+        _native.write_leases(parts, num_threads=self._num_threads)
 
     def sent(self, parcel: Parcel, payload: Inline | ShmHandle, delivery: Delivery) -> TensorData:
         """What goes into the message, counted."""
@@ -118,9 +118,10 @@ class Dispatch:
         handle = data.payload
         if not isinstance(handle, ShmHandle):
             return False
-        if handle.is_lease:
-            return self._arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        return self._publisher.cancel(handle)
+        return self._cancel_lease(handle) if handle.is_lease else self._publisher.cancel(handle)
+
+    def _cancel_lease(self, handle: ShmHandle) -> bool:
+        return self._arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
 
 
 def handle_of(writer: _native.LeaseWriter) -> ShmHandle:

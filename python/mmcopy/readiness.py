@@ -95,15 +95,14 @@ class Readiness:
         self._set(ReadinessSnapshot(ReadinessState.FAILED, reason=reason))
 
     def wait(self, timeout_s: float) -> ReadinessSnapshot:
-        """Block until it is ready or failed, ``timeout_s`` at most (infinity: as long as it takes); what it is then.
+        """Block until it is ready or failed, ``timeout_s`` at most; what it is then.
 
         Raises :class:`mmcopy.ConfigError` for a limit that is none.
         """
         limit = parse_seconds(timeout_s, setting="Readiness.wait timeout_s")
         with self._changed:
             self._changed.wait_for(
-                lambda: self._snapshot.state in (ReadinessState.READY, ReadinessState.FAILED),
-                timeout=limit,
+                lambda: self._snapshot.state in (ReadinessState.READY, ReadinessState.FAILED), timeout=limit
             )
         return self.snapshot()
 
