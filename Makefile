@@ -47,9 +47,10 @@ lint-rust: ## rustfmt, and clippy with warnings denied, with and without the Pyt
 	cargo clippy --all-targets -- -D warnings
 	cargo clippy --all-targets --features python -- -D warnings
 
-lint-python: setup-dev ## ruff: lints and format
+lint-python: setup-dev ## ruff: lints and format; import-linter: arrows between packages point down
 	$(VENV_BIN)/ruff check $(CHECKED)
 	$(VENV_BIN)/ruff format --check $(CHECKED)
+	$(VENV_BIN)/lint-imports
 
 typecheck: setup-dev ## mypy --strict, the typing tests, and the extension against its stub
 	$(VENV_BIN)/mypy --strict

@@ -11,7 +11,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as rpc
 
-from mmcopy import Sender, TransportConfig, WorkerSpec, wire_dtype
+from mmcopy import Sender, TransportConfig, WorkerSpec
+from mmcopy.config import wire_dtype
 from mmcopy.integrations.smg import ask_worker, with_advertised
 from mmcopy.wire import tokenspeed
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-SHM_DIR = pathlib.Path("/dev/shm")
-_OURS = re.compile(r"(smg-tokenspeed-\d+-|mmcopy-[0-9a-f]{16}[-.])")
+from tests.rigs.shared_memory import shared_files
+from tests.rigs.waiting import settle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,11 +34,6 @@ def _why_no_gpu() -> str | None:
     except ImportError:
         return "cupy is not installed"
     return None
-
-
-def shared_files() -> set[str]:
-    """Names in /dev/shm that SMG's gateway or mmcopy makes: segments and lock files."""
-    return {path.name for path in SHM_DIR.iterdir() if _OURS.match(path.name)}
 
 
 @pytest.fixture
@@ -75,13 +68,3 @@ def nothing_left_open() -> Iterator[None]:
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
-def settle(condition: Callable[[], bool], *, limit_s: float = 5.0) -> bool:
-    """Whether ``condition`` holds within ``limit_s``: for what another thread or process does in its own time."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

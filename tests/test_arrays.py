@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mmcopy import DTYPES, ArrayTypeError, UnknownDtypeError
 from mmcopy.arrays import flatten
+from mmcopy.errors import ArrayTypeError, UnknownDtypeError
+from mmcopy.tensors import DTYPES
 
 NUMPY_DTYPES = [name for name in DTYPES if not name.startswith(("bfloat", "float8"))]
 

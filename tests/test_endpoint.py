@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mmcopy import (
+from mmcopy import _native
+from mmcopy.endpoint import ProbeResult, SenderLink, WorkerEndpoint, default_directory
+from mmcopy.errors import (
     ClosedError,
     ConfigError,
     EndpointDirectoryError,
@@ -23,11 +25,9 @@ from mmcopy import (
     EndpointIoError,
     EndpointRefusedError,
     EndpointTimeoutError,
-    _native,
 )
-from mmcopy.endpoint import ProbeResult, SenderLink, WorkerEndpoint, default_directory
 
-from .conftest import settle
+from .rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -338,11 +338,11 @@ def test_an_unwritable_directory_is_one_error(tmp_path: pathlib.Path) -> None:
     os.setgid(65534); os.setuid(65534)
     try:
         WorkerEndpoint({str(tmp_path)!r} + "/d")
-    except mmcopy.EndpointIoError as error:
+    except mmcopy.errors.EndpointIoError as error:
         print(error.errno)
     try:
         WorkerEndpoint("/root/mmcopy-test")
-    except mmcopy.EndpointIoError as error:
+    except mmcopy.errors.EndpointIoError as error:
         print(error.errno)
     """
     for parent in (tmp_path, *tmp_path.parents):

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mmcopy import EndpointProtocolError, EndpointRefusedError
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
+from mmcopy.errors import EndpointProtocolError, EndpointRefusedError
 
-from .conftest import settle
+from .rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 

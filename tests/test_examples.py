@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from mmcopy.demo.model_dir import write_model_dir
 from mmcopy.integrations.smg import ask_worker
+from mmcopy.tools.demo.model_dir import write_model_dir
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -9,25 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mmcopy import (
-    ConfigError,
-    Inline,
-    PayloadError,
-    Receiver,
-    SegmentExistsError,
-    SegmentNotFoundError,
-    Sender,
-    ShmHandle,
-    TensorData,
-    TransportConfig,
-    WorkerSpec,
-    _native,
-)
-from mmcopy.config import Reason
+from mmcopy import Inline, Receiver, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native
+from mmcopy.errors import ConfigError, PayloadError, SegmentExistsError, SegmentNotFoundError
 from mmcopy.fanout import MAX_CONSUMERS, consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
 from mmcopy.metrics import Counter
+from mmcopy.send.reason import Reason
 
-from .test_small_shm import PREAMBLE, in_private_shm
+from .send.test_small_shm import PREAMBLE, in_private_shm
 
 SOURCE = np.random.default_rng(3).integers(0, 256, 200_003, np.uint8)
 
@@ -156,7 +144,7 @@ mmcopy._native.write_segment("/dev/shm", "mmcopy-0123456789abcdef-7", numpy.ones
 try:
     link_consumers("/dev/shm", "mmcopy-0123456789abcdef-7", 9)
     kind = "none"
-except mmcopy.NoSpaceError as error:
+except mmcopy.errors.NoSpaceError as error:
     kind = error.errno
 print(json.dumps({"kind": kind, "left": left()}))
 """,

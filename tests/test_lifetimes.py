@@ -15,9 +15,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mmcopy import ClosedError, Counter, Receiver, Sender, TransportConfig
+from mmcopy import Receiver, Sender, TransportConfig
+from mmcopy.errors import ClosedError
+from mmcopy.metrics import Counter
 
-from .conftest import settle
+from .rigs.waiting import settle
 
 SHM = TransportConfig(mode="shm", shm_min_bytes=0)
 
@@ -172,7 +174,7 @@ with mmcopy.Sender(mmcopy.TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=
     with mmcopy.Receiver("cpu", framework="numpy", shm_dir=sys.argv[1]) as receiver:
         try:
             receiver.receive(kept)
-        except mmcopy.SegmentIoError as error:
+        except mmcopy.errors.SegmentIoError as error:
             print(error.errno)
         assert receiver.metrics.snapshot()["segments_removed"] == {"released": 100}, receiver.metrics.snapshot()
 """

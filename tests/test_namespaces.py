@@ -20,7 +20,7 @@ import pytest
 
 from mmcopy import Sender, ShmHandle, TransportConfig, WorkerSpec, shm_namespace_id
 
-from .conftest import shared_files
+from .rigs.shared_memory import shared_files
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("nothing_left_open", "segments")]
 

@@ -7,7 +7,9 @@ import pickle
 
 import pytest
 
-from mmcopy import DTYPES, Inline, PayloadError, ShmHandle, TensorData, UnknownDtypeError
+from mmcopy import Inline, ShmHandle, TensorData
+from mmcopy.errors import PayloadError, UnknownDtypeError
+from mmcopy.tensors import DTYPES
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3, 4), (2, 0), (2, 3), (1, 5, 3, 7)])

@@ -2,7 +2,7 @@
 
 The sending side is :class:`Sender`, the receiving side :class:`Receiver`; what goes between them is
 :class:`TensorData`. ``mmcopy.wire`` turns it into the messages of real engines, ``mmcopy.integrations`` has ready
-workers. Importing this package needs numpy alone.
+workers. Errors are in :mod:`mmcopy.errors`, settings in :mod:`mmcopy.config`. Importing this package needs numpy alone.
 """
 
 from __future__ import annotations
@@ -10,171 +10,44 @@ from __future__ import annotations
 import warnings as _warnings
 
 from . import _native
-from ._native import CASTS, __version__, shm_namespace_id
-from .config import (
-    Delivery,
-    ResolvedDtype,
-    ResolvedTransport,
-    Role,
-    Route,
-    RouterConfig,
-    TransportConfig,
-    TransportMode,
-    WorkerSpec,
-    add_transport_args,
-    load_config,
-    transport_from_args,
-    wire_dtype,
-)
-from .encoders import EncoderDtype, encoder_dtype, encoder_dtypes, explain_encoder_dtypes
-from .errors import (
-    ArenaConsumerError,
-    ArenaError,
-    ArenaFullError,
-    ArenaMemoryError,
-    ArrayTypeError,
-    CastError,
-    ClosedError,
-    ConfigError,
-    CopyPlanError,
-    DeviceError,
-    DeviceMemoryError,
-    EndpointDirectoryError,
-    EndpointGoneError,
-    EndpointIoError,
-    EndpointProtocolError,
-    EndpointRefusedError,
-    EndpointTimeoutError,
-    InlineTooLargeError,
-    LeaseAbortedError,
-    LeaseBusyError,
-    LeaseError,
-    LeaseForgedError,
-    LeaseOwnerGoneError,
-    LeaseRepeatedError,
-    LeaseStaleError,
-    LeaseTimeoutError,
-    LeaseUnknownArenaError,
-    MissingDependencyError,
-    MmcopyError,
-    NoSpaceError,
-    ParallelMismatchError,
-    PayloadError,
-    PeerFailedError,
-    PeerLostError,
-    PeerTimeoutError,
-    PrewarmError,
-    PrewarmTimeoutError,
-    ReceiveTimeoutError,
-    RepeatedHandleError,
-    SegmentExistsError,
-    SegmentIoError,
-    SegmentKindError,
-    SegmentNameError,
-    SegmentNotFoundError,
-    SegmentPermissionError,
-    SegmentSizeError,
-    UnknownDtypeError,
-    UnknownFamilyError,
-    UnsupportedPayloadError,
-    WorkerUnreachableError,
-)
-from .metrics import Counter, Metrics
-from .parallel import ParallelOptions, Strategy
-from .prewarm import Forecast, PrewarmReport, PrewarmStatus, prewarm
-from .readiness import Readiness, ReadinessSnapshot, ReadinessState
-from .receiver import Receiver
-from .sender import Sender
-from .tensors import DTYPES, Inline, ShmHandle, TensorData
+from ._native import __version__, shm_namespace_id
+from .config import TransportConfig, TransportMode, WorkerSpec
+from .encoders import encoder_dtype, encoder_dtypes
+from .endpoint import WorkerEndpoint
+from .errors import MmcopyError
+from .metrics import Metrics
+from .prewarm import PrewarmReport, prewarm
+from .prewarm.readiness import Readiness
+from .receive.group import ParallelOptions
+from .receive.pending import PendingReceive
+from .receive.receiver import Receiver
+from .send.outgoing import Reservation, StreamingSend
+from .send.sender import Sender
+from .tensors import Inline, ShmHandle, TensorData
 
 __all__ = [
-    "CASTS",
-    "DTYPES",
-    "ArenaConsumerError",
-    "ArenaError",
-    "ArenaFullError",
-    "ArenaMemoryError",
-    "ArrayTypeError",
-    "CastError",
-    "ClosedError",
-    "ConfigError",
-    "CopyPlanError",
-    "Counter",
-    "Delivery",
-    "DeviceError",
-    "DeviceMemoryError",
-    "EncoderDtype",
-    "EndpointDirectoryError",
-    "EndpointGoneError",
-    "EndpointIoError",
-    "EndpointProtocolError",
-    "EndpointRefusedError",
-    "EndpointTimeoutError",
-    "Forecast",
     "Inline",
-    "InlineTooLargeError",
-    "LeaseAbortedError",
-    "LeaseBusyError",
-    "LeaseError",
-    "LeaseForgedError",
-    "LeaseOwnerGoneError",
-    "LeaseRepeatedError",
-    "LeaseStaleError",
-    "LeaseTimeoutError",
-    "LeaseUnknownArenaError",
     "Metrics",
-    "MissingDependencyError",
     "MmcopyError",
-    "NoSpaceError",
-    "ParallelMismatchError",
     "ParallelOptions",
-    "PayloadError",
-    "PeerFailedError",
-    "PeerLostError",
-    "PeerTimeoutError",
-    "PrewarmError",
+    "PendingReceive",
     "PrewarmReport",
-    "PrewarmStatus",
-    "PrewarmTimeoutError",
     "Readiness",
-    "ReadinessSnapshot",
-    "ReadinessState",
-    "ReceiveTimeoutError",
     "Receiver",
-    "RepeatedHandleError",
-    "ResolvedDtype",
-    "ResolvedTransport",
-    "Role",
-    "Route",
-    "RouterConfig",
-    "SegmentExistsError",
-    "SegmentIoError",
-    "SegmentKindError",
-    "SegmentNameError",
-    "SegmentNotFoundError",
-    "SegmentPermissionError",
-    "SegmentSizeError",
+    "Reservation",
     "Sender",
     "ShmHandle",
-    "Strategy",
+    "StreamingSend",
     "TensorData",
     "TransportConfig",
     "TransportMode",
-    "UnknownDtypeError",
-    "UnknownFamilyError",
-    "UnsupportedPayloadError",
+    "WorkerEndpoint",
     "WorkerSpec",
-    "WorkerUnreachableError",
     "__version__",
-    "add_transport_args",
     "encoder_dtype",
     "encoder_dtypes",
-    "explain_encoder_dtypes",
-    "load_config",
     "prewarm",
     "shm_namespace_id",
-    "transport_from_args",
-    "wire_dtype",
 ]
 
 if _native.DEBUG_BUILD:

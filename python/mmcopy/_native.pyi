@@ -4,7 +4,7 @@ Buffers are taken through the buffer protocol: C-contiguous, of any format, expo
 of a :class:`CopyJob` until it is over). A
 read-only buffer where a writable one is needed, and one that is not contiguous, are a ``BufferError``. A call that
 touches at least :data:`GIL_RELEASE_BYTES` bytes releases the GIL. ``num_threads`` is the most threads that one call
-uses, its own among them, and at least 1 (else :class:`~mmcopy.errors.ConfigError`); small copies use fewer.
+uses, its own among them, and at least 1 (else :class:`ConfigError`); small copies use fewer.
 """
 
 import os
@@ -69,7 +69,7 @@ def shm_namespace_id(shm_dir: str | os.PathLike[str] = "/dev/shm") -> str:
 def validate_segment_name(name: str) -> str:
     """``name`` without ``/`` in front, when it is one path component of at most 255 bytes without NUL.
 
-    Raises :class:`~mmcopy.errors.SegmentNameError` otherwise.
+    Raises :class:`SegmentNameError` otherwise.
     """
 
 def write_segment(
@@ -86,19 +86,19 @@ def write_segment(
     With ``src_dtype`` and ``dst_dtype`` the elements are cast on the way. Blocks until the segment is complete; ``src``
     may be reused right after. On any error no file is left, and a full file system is never a SIGBUS.
 
-    Raises :class:`~mmcopy.errors.SegmentExistsError` (that file is left alone), :class:`~mmcopy.errors.NoSpaceError`,
-    :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.SegmentNotFoundError` (no such directory),
-    :class:`~mmcopy.errors.SegmentNameError`, :class:`~mmcopy.errors.SegmentIoError`,
-    :class:`~mmcopy.errors.PayloadError` (``src`` is not whole elements), :class:`~mmcopy.errors.CastError` (no such
-    pair, or only one of the two dtypes) and :class:`~mmcopy.errors.UnknownDtypeError`.
+    Raises :class:`SegmentExistsError` (that file is left alone), :class:`NoSpaceError`,
+    :class:`SegmentPermissionError`, :class:`SegmentNotFoundError` (no such directory),
+    :class:`SegmentNameError`, :class:`SegmentIoError`,
+    :class:`PayloadError` (``src`` is not whole elements), :class:`CastError` (no such
+    pair, or only one of the two dtypes) and :class:`UnknownDtypeError`.
     """
 
 def unlink_segment(shm_dir: str | os.PathLike[str], name: str) -> bool:
     """Remove a segment by name, for a sender that takes back its own. False when it is gone already.
 
-    Raises :class:`~mmcopy.errors.SegmentKindError` for what is not a regular file,
-    :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.SegmentNameError` and
-    :class:`~mmcopy.errors.SegmentIoError`.
+    Raises :class:`SegmentKindError` for what is not a regular file,
+    :class:`SegmentPermissionError`, :class:`SegmentNameError` and
+    :class:`SegmentIoError`.
     """
 
 @final
@@ -125,13 +125,13 @@ class Segment:
     def open(shm_dir: str | os.PathLike[str], name: str) -> Segment:
         """Open a segment for reading. Never blocks, also not on a FIFO, and follows no symbolic link.
 
-        Raises :class:`~mmcopy.errors.SegmentNotFoundError`, :class:`~mmcopy.errors.SegmentPermissionError`,
-        :class:`~mmcopy.errors.SegmentKindError` (not a regular file), :class:`~mmcopy.errors.SegmentNameError` and
-        :class:`~mmcopy.errors.SegmentIoError`.
+        Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError`,
+        :class:`SegmentKindError` (not a regular file), :class:`SegmentNameError` and
+        :class:`SegmentIoError`.
         """
 
     def check(self, offset: SupportsIndex, nbytes: SupportsIndex) -> None:
-        """Raise :class:`~mmcopy.errors.SegmentSizeError` unless the range is inside the file as it was opened.
+        """Raise :class:`SegmentSizeError` unless the range is inside the file as it was opened.
 
         Negative numbers and those of 2**64 and more are outside too.
         """
@@ -139,22 +139,22 @@ class Segment:
     def read_into(self, dst: Buffer, offset: SupportsIndex, *, num_threads: int = 1) -> None:
         """Fill ``dst`` with the bytes from ``offset`` on. Blocks until every byte is there.
 
-        Raises :class:`~mmcopy.errors.SegmentSizeError` when the range is not inside the file, or when a peer cut the
+        Raises :class:`SegmentSizeError` when the range is not inside the file, or when a peer cut the
         file while it was read (never SIGBUS; ``dst`` holds anything then), and
-        :class:`~mmcopy.errors.SegmentIoError`.
+        :class:`SegmentIoError`.
         """
 
     def unlink(self) -> bool:
         """Remove the name, at most once and only while it still names this very file.
 
         True when this call removed it, False when it was gone already. The open file can still be read. Raises
-        :class:`~mmcopy.errors.SegmentPermissionError` and :class:`~mmcopy.errors.SegmentIoError`.
+        :class:`SegmentPermissionError` and :class:`SegmentIoError`.
         """
 
     def close(self) -> None:
         """Close the file; the name stays. May be called again.
 
-        Every other method raises :class:`~mmcopy.errors.ClosedError` from then on. The memory of a removed segment is
+        Every other method raises :class:`ClosedError` from then on. The memory of a removed segment is
         freed here, without the GIL when it is big.
         """
 
@@ -175,9 +175,9 @@ class SegmentOwner:
     def __new__(cls, shm_dir: str | os.PathLike[str]) -> Self:
         """Create and lock ``mmcopy-<instance_id>.lock`` (mode 0600) in ``shm_dir``.
 
-        Raises :class:`~mmcopy.errors.SegmentNotFoundError` (no such directory),
-        :class:`~mmcopy.errors.SegmentPermissionError`, :class:`~mmcopy.errors.NoSpaceError` and
-        :class:`~mmcopy.errors.SegmentIoError`.
+        Raises :class:`SegmentNotFoundError` (no such directory),
+        :class:`SegmentPermissionError`, :class:`NoSpaceError` and
+        :class:`SegmentIoError`.
         """
 
     @property
@@ -187,7 +187,7 @@ class SegmentOwner:
     def next_name(self) -> str:
         """A name that no segment has had before: ``mmcopy-<instance_id>-<counter>``.
 
-        Raises :class:`~mmcopy.errors.ClosedError` after :meth:`close`, after :meth:`forget` and in a forked child.
+        Raises :class:`ClosedError` after :meth:`close`, after :meth:`forget` and in a forked child.
         """
 
     def close(self) -> None:
@@ -207,16 +207,16 @@ def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> t
     ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
     open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
 
-    Raises :class:`~mmcopy.errors.SegmentNotFoundError`, :class:`~mmcopy.errors.SegmentPermissionError` or
-    :class:`~mmcopy.errors.SegmentIoError` when ``shm_dir`` cannot be listed, and
-    :class:`~mmcopy.errors.ConfigError` for a number of seconds that is negative or NaN.
+    Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError` or
+    :class:`SegmentIoError` when ``shm_dir`` cannot be listed, and
+    :class:`ConfigError` for a number of seconds that is negative or NaN.
     """
 
 def copy_into(src: Buffer, dst: Buffer, *, num_threads: int = 1) -> None:
     """Copy ``src`` to ``dst``, which has the same number of bytes.
 
     Blocks until every byte is there; both may be reused right after. The two may overlap. Raises
-    :class:`~mmcopy.errors.PayloadError` when the lengths differ.
+    :class:`PayloadError` when the lengths differ.
     """
 
 def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_threads: int = 1) -> None:
@@ -225,9 +225,9 @@ def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_t
     Rounds to nearest, ties to even; NaN stays NaN, infinities and subnormals are kept. Equal dtypes are a plain copy.
     Blocks until every element is there; both may be reused right after.
 
-    Raises :class:`~mmcopy.errors.CastError` for a pair outside :data:`CASTS`,
-    :class:`~mmcopy.errors.UnknownDtypeError` for a name outside :data:`DTYPES`, and
-    :class:`~mmcopy.errors.PayloadError` when ``dst`` has the wrong length, ``src`` is not whole elements, or a cast's
+    Raises :class:`CastError` for a pair outside :data:`CASTS`,
+    :class:`UnknownDtypeError` for a name outside :data:`DTYPES`, and
+    :class:`PayloadError` when ``dst`` has the wrong length, ``src`` is not whole elements, or a cast's
     two buffers share memory.
     """
 
@@ -236,13 +236,13 @@ class CopyPool:
     """Threads that copy from segments and memory into a ring of slots. They sleep while there is nothing to do.
 
     Several jobs at once share the threads by turns, a chunk each. Several threads may use one pool. After ``os.fork``
-    the child's pool and jobs raise :class:`~mmcopy.errors.ClosedError`. Dropping the pool closes it.
+    the child's pool and jobs raise :class:`ClosedError`. Dropping the pool closes it.
     """
 
     def __new__(cls, num_threads: int) -> Self:
         """Start ``num_threads`` threads, at least 1, besides those that wait for jobs and copy as well.
 
-        Raises :class:`~mmcopy.errors.ConfigError`, also when the system refuses so many.
+        Raises :class:`ConfigError`, also when the system refuses so many.
         """
 
     @property
@@ -263,9 +263,9 @@ class CopyPool:
 
         The job keeps the buffers exported and the segments open until it is over, also when they are closed meanwhile.
 
-        Raises, before anything is copied, :class:`~mmcopy.errors.CopyPlanError` (a piece that does not fit),
-        :class:`~mmcopy.errors.SegmentSizeError` (a piece that is not inside its segment as it was opened),
-        ``BufferError`` and :class:`~mmcopy.errors.ClosedError` (the pool, or a segment).
+        Raises, before anything is copied, :class:`CopyPlanError` (a piece that does not fit),
+        :class:`SegmentSizeError` (a piece that is not inside its segment as it was opened),
+        ``BufferError`` and :class:`ClosedError` (the pool, or a segment).
         """
 
     def copy_now(
@@ -292,7 +292,7 @@ class CopyPool:
         """Refuse further jobs, and block until the threads have ended, each after the chunk that it copies.
 
         Jobs are not cancelled: the rest of one is copied by whoever waits for it. May be called again. Raises
-        :class:`~mmcopy.errors.ReceiveTimeoutError`.
+        :class:`ReceiveTimeoutError`.
         """
 
 @final
@@ -322,10 +322,10 @@ class CopyJob:
         chunk needs no other thread, and the limit can be passed by the time one chunk takes. A limit of 0 or less
         copies what can be copied and does not sleep.
 
-        Raises the first error of any chunk (:class:`~mmcopy.errors.SegmentSizeError`,
-        :class:`~mmcopy.errors.SegmentIoError`), after which the job is over;
-        :class:`~mmcopy.errors.ReceiveTimeoutError`, after which it goes on; :class:`~mmcopy.errors.ClosedError` when it
-        was cancelled before this chunk was there, and in a forked child; :class:`~mmcopy.errors.CopyPlanError` for a
+        Raises the first error of any chunk (:class:`SegmentSizeError`,
+        :class:`SegmentIoError`), after which the job is over;
+        :class:`ReceiveTimeoutError`, after which it goes on; :class:`ClosedError` when it
+        was cancelled before this chunk was there, and in a forked child; :class:`CopyPlanError` for a
         chunk that there is not.
         """
 
@@ -384,8 +384,8 @@ class WorkerEndpoint:
     ) -> Self:
         """Create the directory when it is missing, remove dead workers' sockets of our user, and listen.
 
-        Raises :class:`~mmcopy.errors.EndpointDirectoryError`, :class:`~mmcopy.errors.EndpointIoError` and
-        :class:`~mmcopy.errors.ConfigError`.
+        Raises :class:`EndpointDirectoryError`, :class:`EndpointIoError` and
+        :class:`ConfigError`.
         """
 
     @property
@@ -403,7 +403,7 @@ class WorkerEndpoint:
     def statistics(self) -> dict[str, int | str]:
         """What has happened: links, accepted, refused_users, faults, last_fault, swept.
 
-        Raises :class:`~mmcopy.errors.ClosedError` in a forked child.
+        Raises :class:`ClosedError` in a forked child.
         """
 
     def arenas(self) -> list[ArenaMap]:
@@ -415,13 +415,13 @@ class WorkerEndpoint:
     def wait_arena(self, seen: int, timeout_s: float) -> int:
         """Block, without the GIL, until more than ``seen`` arenas were handed over since the start; how many were.
 
-        At the limit it returns ``seen`` or less. Raises :class:`~mmcopy.errors.ClosedError` in a forked child.
+        At the limit it returns ``seen`` or less. Raises :class:`ClosedError` in a forked child.
         """
 
     def close(self, timeout_s: float) -> None:
         """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
 
-        Does nothing in a forked child. Raises :class:`~mmcopy.errors.EndpointTimeoutError`.
+        Does nothing in a forked child. Raises :class:`EndpointTimeoutError`.
         """
 
 @final
@@ -440,17 +440,17 @@ class SenderLink:
     def connect(path: str | os.PathLike[str], *, timeout_s: float, allowed_uids: Sequence[int]) -> SenderLink:
         """Connect and say Hello. Blocks without the GIL.
 
-        Raises :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointRefusedError`,
-        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long),
-        :class:`~mmcopy.errors.EndpointIoError` and :class:`~mmcopy.errors.EndpointTimeoutError`.
+        Raises :class:`EndpointGoneError`, :class:`EndpointRefusedError`,
+        :class:`EndpointProtocolError`, :class:`EndpointDirectoryError` (a path too long),
+        :class:`EndpointIoError` and :class:`EndpointTimeoutError`.
         """
 
     def probe(self, shm_dir: str | os.PathLike[str], *, timeout_s: float) -> tuple[bool, str]:
         """Whether the worker can read what we write to ``shm_dir``, and what happened in words.
 
         Writes 32 random bytes as a segment, lets the worker read them, and removes it. Blocks without the GIL. Raises
-        :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
-        :class:`~mmcopy.errors.EndpointProtocolError` and :class:`~mmcopy.errors.ClosedError`.
+        :class:`EndpointGoneError`, :class:`EndpointTimeoutError`,
+        :class:`EndpointProtocolError` and :class:`ClosedError`.
         """
 
     @property
@@ -466,7 +466,7 @@ def is_lease_name(name: str) -> bool:
 def lease_arena_id(name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> str:
     """The random part of the arena that a lease's handle names, for :meth:`WorkerEndpoint.find_arena`.
 
-    Raises :class:`~mmcopy.errors.LeaseForgedError`.
+    Raises :class:`LeaseForgedError`.
     """
 
 def write_leases(parts: Sequence[tuple[LeaseWriter, Buffer, str, str]], *, num_threads: int) -> None:
@@ -484,7 +484,7 @@ class Arena:
     One a sender, for all its workers. Leases go into :class:`~mmcopy.ShmHandle` (name, offset, nbytes, owner_id). A
     thread gives the blocks back of leases that all consumers have released, or whose consumers have gone; it sleeps
     while no lease is out. Methods may be called from several threads. In a forked child everything raises
-    :class:`~mmcopy.errors.ClosedError`.
+    :class:`ClosedError`.
     """
 
     def __new__(
@@ -503,8 +503,8 @@ class Arena:
         ``"reserved"`` (of those the operator reserved; an error when they do not suffice). A lease that a consumer has
         not begun to read ``unclaimed_timeout_s`` after it was committed is taken back.
 
-        Raises :class:`~mmcopy.errors.ArenaMemoryError` (more than the control group or the machine has left),
-        :class:`~mmcopy.errors.ArenaError` and :class:`~mmcopy.errors.ConfigError`.
+        Raises :class:`ArenaMemoryError` (more than the control group or the machine has left),
+        :class:`ArenaError` and :class:`ConfigError`.
         """
 
     @property
@@ -539,33 +539,33 @@ class Arena:
         Blocks, without the GIL, until the worker has mapped it. Keep the link open as long as the worker shall receive
         leases: for the worker its end is ours. A worker that refuses it keeps its link; after any other error of the
         link that is closed, so that both sides start anew. Raises
-        :class:`~mmcopy.errors.EndpointGoneError`,
-        :class:`~mmcopy.errors.EndpointRefusedError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
-        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.ArenaError` and
-        :class:`~mmcopy.errors.ClosedError`.
+        :class:`EndpointGoneError`,
+        :class:`EndpointRefusedError`, :class:`EndpointTimeoutError`,
+        :class:`EndpointProtocolError`, :class:`ArenaError` and
+        :class:`ClosedError`.
         """
 
     def take(self, sizes: Sequence[int], consumers: Sequence[int], *, timeout_s: float) -> list[LeaseWriter]:
         """Leases of these sizes for these consumers, side by side, each at a multiple of 256 bytes; all or none.
 
         Blocks, without the GIL, until there is room, and, where the arena has several consumers, until none of these
-        holds more than twice of what would be left. Raises :class:`~mmcopy.errors.ArenaFullError` at the limit, and at
-        once for what can never fit; :class:`~mmcopy.errors.ArenaConsumerError` for a consumer that has gone.
+        holds more than twice of what would be left. Raises :class:`ArenaFullError` at the limit, and at
+        once for what can never fit; :class:`ArenaConsumerError` for a consumer that has gone.
         """
 
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:
         """Take a lease back that was handed out: a consumer that has not begun to read it cannot any more.
 
         The block comes back when those that have begun are done, and its writer, if it is still being written. False
-        when it is over. Never blocks. Raises :class:`~mmcopy.errors.LeaseForgedError` and
-        :class:`~mmcopy.errors.LeaseUnknownArenaError`.
+        when it is over. Never blocks. Raises :class:`LeaseForgedError` and
+        :class:`LeaseUnknownArenaError`.
         """
 
     def close(self, timeout_s: float) -> None:
         """Give out no further lease, and end the thread. Leases that are out stay readable. May be called again.
 
         The memory goes when the last lease, buffer and worker have let go of it. Does nothing in a forked child. Raises
-        :class:`~mmcopy.errors.LeaseTimeoutError`.
+        :class:`LeaseTimeoutError`.
         """
 
 @final
@@ -606,15 +606,15 @@ class LeaseWriter:
         """Fill the whole lease from ``src``, cast on the way when dtypes are given. Once a lease.
 
         Consumers see each step as soon as all before it are there. Blocks until all is written; commits nothing.
-        ``src`` may be reused right after. Raises :class:`~mmcopy.errors.PayloadError` when the lengths differ,
-        :class:`~mmcopy.errors.CastError`, :class:`~mmcopy.errors.UnknownDtypeError`,
-        :class:`~mmcopy.errors.LeaseBusyError` and :class:`~mmcopy.errors.ClosedError`.
+        ``src`` may be reused right after. Raises :class:`PayloadError` when the lengths differ,
+        :class:`CastError`, :class:`UnknownDtypeError`,
+        :class:`LeaseBusyError` and :class:`ClosedError`.
         """
 
     def commit(self) -> None:
         """All bytes are in place. Never blocks.
 
-        Raises :class:`~mmcopy.errors.LeaseBusyError` while a write runs, :class:`~mmcopy.errors.ClosedError` when it is
+        Raises :class:`LeaseBusyError` while a write runs, :class:`ClosedError` when it is
         over.
         """
 
@@ -668,9 +668,9 @@ class ArenaMap:
     def claim(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> Lease:
         """Check a handle, and tell its sender that we read it from now on. Never blocks.
 
-        Raises :class:`~mmcopy.errors.LeaseForgedError`, :class:`~mmcopy.errors.LeaseStaleError`,
-        :class:`~mmcopy.errors.LeaseRepeatedError`, :class:`~mmcopy.errors.LeaseUnknownArenaError` and
-        :class:`~mmcopy.errors.ClosedError`.
+        Raises :class:`LeaseForgedError`, :class:`LeaseStaleError`,
+        :class:`LeaseRepeatedError`, :class:`LeaseUnknownArenaError` and
+        :class:`ClosedError`.
         """
 
     def is_same(self, other: ArenaMap) -> bool:
@@ -703,13 +703,13 @@ class Lease:
         """
 
     def written(self) -> int:
-        """Bytes that the sender has written. Never blocks. Raises :class:`~mmcopy.errors.LeaseAbortedError`."""
+        """Bytes that the sender has written. Never blocks. Raises :class:`LeaseAbortedError`."""
 
     def wait_written(self, upto: int, timeout_s: float) -> int:
         """Block, without the GIL, until the sender has written ``upto`` bytes; how many are there, which can be more.
 
-        Raises :class:`~mmcopy.errors.LeaseAbortedError`, :class:`~mmcopy.errors.LeaseOwnerGoneError` and
-        :class:`~mmcopy.errors.LeaseTimeoutError`.
+        Raises :class:`LeaseAbortedError`, :class:`LeaseOwnerGoneError` and
+        :class:`LeaseTimeoutError`.
         """
 
     def release(self) -> bool:

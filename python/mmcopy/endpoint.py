@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from . import _native
+from mmcopy._native import SenderLink as NativeSenderLink
+from mmcopy._native import WorkerEndpoint as NativeWorkerEndpoint
+
 from .config import parse_count, parse_seconds
 from .errors import ConfigError, EndpointDirectoryError
 
@@ -63,9 +65,9 @@ class WorkerEndpoint:
     receiver opens them. At most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that
     connects has ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
 
-    Creating it does not block for peers. It raises :class:`~mmcopy.errors.EndpointDirectoryError` (also for a path
-    longer than a unix socket takes), :class:`~mmcopy.errors.EndpointIoError` and
-    :class:`~mmcopy.errors.ConfigError`. Methods may be called from several threads. In a forked child it is closed:
+    Creating it does not block for peers. It raises :class:`EndpointDirectoryError` (also for a path
+    longer than a unix socket takes), :class:`EndpointIoError` and
+    :class:`ConfigError`. Methods may be called from several threads. In a forked child it is closed:
     the child has no socket, and the parent keeps its own.
     """
 
@@ -87,7 +89,7 @@ class WorkerEndpoint:
         for uid in uids:
             if not isinstance(uid, int) or not 0 <= uid < 2**32:
                 raise ConfigError(f"allowed_uids has {uid!r}, want user ids from 0 to 2**32 - 1")
-        self._native = _native.WorkerEndpoint(
+        self._native = NativeWorkerEndpoint(
             default_directory() if directory is None else directory,
             shm_dir=shm_dir,
             accept_prefixes=prefixes,
@@ -98,7 +100,7 @@ class WorkerEndpoint:
         )
 
     @property
-    def native(self) -> _native.WorkerEndpoint:
+    def native(self) -> NativeWorkerEndpoint:
         """The part in Rust, for those who receive arenas."""
         return self._native
 
@@ -119,7 +121,7 @@ class WorkerEndpoint:
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
 
-        Raises :class:`~mmcopy.errors.EndpointTimeoutError`.
+        Raises :class:`EndpointTimeoutError`.
         """
         self._native.close(timeout_s)
 
@@ -141,7 +143,7 @@ class SenderLink:
     Calls of several threads follow one another. In a forked child it is closed, and the parent's goes on.
     """
 
-    def __init__(self, native: _native.SenderLink) -> None:
+    def __init__(self, native: NativeSenderLink) -> None:
         self._native = native
 
     @classmethod
@@ -149,19 +151,19 @@ class SenderLink:
         """Connect to the worker that listens at ``path``. Blocks, without the GIL, for ``timeout_s`` at most.
 
         The worker must run as our user or as one of ``allowed_uids``. Raises
-        :class:`~mmcopy.errors.EndpointGoneError` (nobody listens there),
-        :class:`~mmcopy.errors.EndpointRefusedError` (by either side), :class:`~mmcopy.errors.EndpointTimeoutError`,
-        :class:`~mmcopy.errors.EndpointProtocolError`, :class:`~mmcopy.errors.EndpointDirectoryError` (a path too long,
-        or not one at all) and :class:`~mmcopy.errors.EndpointIoError`.
+        :class:`EndpointGoneError` (nobody listens there),
+        :class:`EndpointRefusedError` (by either side), :class:`EndpointTimeoutError`,
+        :class:`EndpointProtocolError`, :class:`EndpointDirectoryError` (a path too long,
+        or not one at all) and :class:`EndpointIoError`.
         """
         try:
             os.fsencode(path)
         except UnicodeEncodeError as error:  # it came from another process, perhaps out of JSON
             raise EndpointDirectoryError(f"socket path {path!r} is no path: {error}") from None
-        return cls(_native.SenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
+        return cls(NativeSenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
 
     @property
-    def native(self) -> _native.SenderLink:
+    def native(self) -> NativeSenderLink:
         """The part in Rust, for those who hand arenas over."""
         return self._native
 
@@ -179,8 +181,8 @@ class SenderLink:
         """Write a small segment to ``shm_dir``, let the worker read it, and remove it. Blocks, without the GIL.
 
         What is wrong with the shared memory on either side is the result; what is wrong with the connection is raised:
-        :class:`~mmcopy.errors.EndpointGoneError`, :class:`~mmcopy.errors.EndpointTimeoutError`,
-        :class:`~mmcopy.errors.EndpointProtocolError` and :class:`~mmcopy.errors.ClosedError`.
+        :class:`EndpointGoneError`, :class:`EndpointTimeoutError`,
+        :class:`EndpointProtocolError` and :class:`ClosedError`.
         """
         return ProbeResult(*self._native.probe(shm_dir, timeout_s=timeout_s))
 

@@ -95,7 +95,7 @@ class ArrayTypeError(MmcopyError, TypeError):
 
 
 class UnknownDtypeError(MmcopyError, ValueError):
-    """A dtype name that is not in the closed table ``mmcopy.DTYPES``."""
+    """A dtype name that is not in the closed table ``mmcopy.tensors.DTYPES``."""
 
 
 class CastError(MmcopyError, ValueError):

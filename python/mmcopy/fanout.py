@@ -18,7 +18,8 @@ import os
 import re
 from dataclasses import replace
 
-from . import _native
+from mmcopy._native import unlink_segment
+
 from .errors import (
     ConfigError,
     MmcopyError,
@@ -112,7 +113,7 @@ def link_consumers(shm_dir: str | os.PathLike[str], name: str, consumers: int) -
     except BaseException as error:
         for further in made:
             with contextlib.suppress(MmcopyError):
-                _native.unlink_segment(shm_dir, further)
+                unlink_segment(shm_dir, further)
         if not isinstance(error, OSError):
             raise
         kind = _BY_ERRNO.get(error.errno, SegmentIoError)
@@ -129,7 +130,7 @@ def unlink_consumers(shm_dir: str | os.PathLike[str], handle: ShmHandle) -> int:
     failed: MmcopyError | None = None
     for name in names_of(handle):
         try:
-            removed += _native.unlink_segment(shm_dir, name)
+            removed += unlink_segment(shm_dir, name)
         except MmcopyError as error:
             failed = error
     if failed is not None:

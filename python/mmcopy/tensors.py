@@ -11,10 +11,10 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._native import DTYPES
+from ._native import CASTS, DTYPES
 from .errors import PayloadError, UnknownDtypeError
 
-__all__ = ["DTYPES", "Inline", "ShmHandle", "TensorData", "itemsize_of"]
+__all__ = ["CASTS", "DTYPES", "Inline", "ShmHandle", "TensorData", "itemsize_of"]
 
 LEASE_PREFIX = "mmcopyarena-"
 """How the names of leases begin; those of segments never do."""

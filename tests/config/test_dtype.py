@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from mmcopy import ConfigError, ResolvedDtype, WorkerSpec, wire_dtype
-from mmcopy.config import environment
+from mmcopy import WorkerSpec
+from mmcopy.config import ResolvedDtype, environment, wire_dtype
+from mmcopy.errors import ConfigError
 
 GENERAL, IMAGE = "SMG_TOKENSPEED_ENCODER_INPUT_DTYPE", "SMG_TOKENSPEED_IMAGE_ENCODER_INPUT_DTYPE"
 VLLM = "SMG_VLLM_ENCODER_INPUT_DTYPE"

@@ -11,20 +11,19 @@ from dataclasses import asdict
 
 import pytest
 
-from mmcopy import (
-    ConfigError,
-    MissingDependencyError,
+from mmcopy import TransportConfig, TransportMode, WorkerSpec
+from mmcopy.config import (
     ResolvedDtype,
     ResolvedTransport,
+    Role,
     RouterConfig,
-    TransportConfig,
-    TransportMode,
-    WorkerSpec,
     add_transport_args,
     load_config,
     transport_from_args,
+    transport_from_dict,
+    worker_from_dict,
 )
-from mmcopy.config import Role, transport_from_dict, worker_from_dict
+from mmcopy.errors import ConfigError, MissingDependencyError
 
 FILE = """\
 # the router

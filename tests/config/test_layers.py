@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from mmcopy import ResolvedTransport, Sender, TransportConfig, TransportMode, WorkerSpec
-from mmcopy.config import environment
+from mmcopy import Sender, TransportConfig, TransportMode, WorkerSpec
+from mmcopy.config import ResolvedTransport, environment
 
 MODE, LEGACY_MODE = "SMG_MM_TENSOR_TRANSPORT", "SMG_TOKENSPEED_MM_TENSOR_TRANSPORT"
 SIZE, LEGACY_SIZE = "SMG_MM_SHM_MIN_BYTES", "SMG_TOKENSPEED_MM_SHM_MIN_BYTES"

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from mmcopy import ConfigError, Sender, TransportConfig, WorkerSpec
+from mmcopy import Sender, TransportConfig, WorkerSpec
 from mmcopy.config import LONGEST_S, default_num_threads, parse_count, parse_seconds, parse_size, read_environment
+from mmcopy.errors import ConfigError
 
 
 @pytest.mark.parametrize(

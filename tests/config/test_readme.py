@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from mmcopy import RouterConfig, TransportConfig, WorkerSpec
-from mmcopy.config import OWN_NAMES, SMG_NAMES, Role
+from mmcopy import TransportConfig, WorkerSpec
+from mmcopy.config import OWN_NAMES, SMG_NAMES, Role, RouterConfig
 from mmcopy.config.yaml_file import parse_yaml
 
 README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()

@@ -7,20 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from mmcopy import ConfigError, Route, TransportConfig, WorkerSpec
-from mmcopy.config import (
-    SHARED,
-    Delivery,
-    Reason,
-    ResolvedTransport,
-    Sharing,
-    TransportMode,
-    by_labels,
-    choose,
-    plan_route,
-    read_environment,
-    receivers_of,
-)
+from mmcopy import TransportConfig, WorkerSpec
+from mmcopy.config import ResolvedTransport, TransportMode, read_environment
+from mmcopy.errors import ConfigError
+from mmcopy.send.delivery import SHARED, Delivery, Sharing, by_labels, choose
+from mmcopy.send.reason import Reason
+from mmcopy.send.route import Route, plan_route, receivers_of
 
 OURS, FOREIGN = "boot:27", "boot:28"
 UID = 1000

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from mmcopy.demo.model_dir import write_model_dir
-
-from .stack import Leg, Stack
+from mmcopy.tools.demo.model_dir import write_model_dir
+from tests.rigs.gateway_stack import Leg, Stack
 
 StackMaker = Callable[..., Stack]
 

@@ -10,12 +10,12 @@ import pytest
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as scheduler_pb
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as scheduler_grpc
 
-from mmcopy.demo.chat import chat_body
-from tests.conftest import settle
+from mmcopy.tools.demo.chat import chat_body
+from tests.rigs.gateway_pictures import expected, picture, png
+from tests.rigs.gateway_stack import GONE, Leg, Stack, WorkerProcess, only, without_path
+from tests.rigs.waiting import settle
 
 from .conftest import StackMaker
-from .pictures import expected, picture, png
-from .stack import GONE, Leg, Stack, WorkerProcess, only, without_path
 
 pytestmark = pytest.mark.gateway
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import settle
+from tests.rigs.gateway_pictures import Tensor, expected, picture
+from tests.rigs.gateway_stack import FOREIGN, GONE, Leg, Row, Stack, WorkerProcess, by_path, only, without_path
+from tests.rigs.waiting import settle
 
 from .conftest import StackMaker
-from .pictures import Tensor, expected, picture
-from .stack import FOREIGN, GONE, Leg, Row, Stack, WorkerProcess, by_path, only, without_path
 
 pytestmark = pytest.mark.gateway
 

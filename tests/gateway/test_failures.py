@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from tests.rigs.gateway_pictures import expected, picture
+from tests.rigs.gateway_stack import Leg, Stack, only, without_path
+
 from .conftest import StackMaker
-from .pictures import expected, picture
-from .stack import Leg, Stack, only, without_path
 
 pytestmark = pytest.mark.gateway
 

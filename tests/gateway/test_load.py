@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import settle
+from tests.rigs.gateway_pictures import expected, picture
+from tests.rigs.gateway_stack import Leg, Stack, without_path
+from tests.rigs.waiting import settle
 
 from .conftest import StackMaker
-from .pictures import expected, picture
-from .stack import Leg, Stack, without_path
 
 pytestmark = pytest.mark.gateway
 

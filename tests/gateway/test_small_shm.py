@@ -29,7 +29,7 @@ def _may_mount() -> None:
 def test_pixels_larger_than_dev_shm_come_inline(tmp_path: Path, model_dir: Path, engine: str, pixels: str) -> None:
     directory = tmp_path / "stack"
     directory.mkdir()
-    command = [*PRIVATE_SHM, sys.executable, "-W", "error", "-m", "tests.gateway.small_shm"]
+    command = [*PRIVATE_SHM, sys.executable, "-W", "error", "-m", "tests.rigs.gateway_small_shm"]
     done = subprocess.run(
         [*command, str(directory), str(model_dir), engine],
         cwd=ROOT,

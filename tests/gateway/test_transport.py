@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rigs.gateway_pictures import Tensor, expected, picture
+from tests.rigs.gateway_stack import FOREIGN, Leg, Stack, by_path, only, without_path
+
 from .conftest import StackMaker
-from .pictures import Tensor, expected, picture
-from .stack import FOREIGN, Leg, Stack, by_path, only, without_path
 
 pytestmark = pytest.mark.gateway
 

@@ -17,23 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import (
-    DTYPES,
-    Inline,
-    LeaseOwnerGoneError,
-    Metrics,
-    Receiver,
-    Sender,
-    ShmHandle,
-    TensorData,
-    TransportConfig,
-    WorkerSpec,
-)
-from mmcopy.cuda import registration
-from mmcopy.direct import Run
+from mmcopy import Inline, Metrics, Receiver, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.errors import LeaseOwnerGoneError
 from mmcopy.metrics import Counter
-from tests.conftest import settle
+from mmcopy.receive.cuda import registration
+from mmcopy.receive.in_place import Run
+from mmcopy.tensors import DTYPES
+from tests.rigs.waiting import settle
 
 from .test_receiver_cuda import hold, random_bytes, raw
 

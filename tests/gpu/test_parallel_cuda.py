@@ -12,17 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import (
-    Inline,
-    ParallelOptions,
-    Receiver,
-    SegmentNotFoundError,
-    Sender,
-    ShmHandle,
-    TensorData,
-    TransportConfig,
-)
-from tests.ranks import Ranks, as_json, wanted
+from mmcopy import Inline, ParallelOptions, Receiver, Sender, ShmHandle, TensorData, TransportConfig
+from mmcopy.errors import SegmentNotFoundError
+from tests.rigs.ranks import Ranks, as_json, wanted
 
 pytestmark = pytest.mark.gpu
 

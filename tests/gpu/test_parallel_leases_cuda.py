@@ -13,8 +13,8 @@ import pytest
 from mmcopy import Inline, ParallelOptions, Receiver, Sender, TensorData, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.metrics import Counter
-from tests.conftest import settle
-from tests.ranks import Ranks, wanted
+from tests.rigs.ranks import Ranks, wanted
+from tests.rigs.waiting import settle
 
 from .test_receiver_cuda import copy_stream_of, hold, random_bytes, raw
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from mmcopy import ConfigError, Metrics, PrewarmStatus, Readiness, Receiver, prewarm
+from mmcopy import Metrics, Readiness, Receiver, prewarm
 from mmcopy.encoders import Shape
-from tests.conftest import settle
+from mmcopy.errors import ConfigError
+from mmcopy.prewarm import PrewarmStatus
+from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +34,7 @@ def nothing_cached(torch: Any) -> Iterator[None]:
 
 @pytest.fixture
 def fakes(torch: Any) -> Any:
-    from tests import encoder_fakes
+    from tests.rigs import encoder_fakes
 
     return encoder_fakes
 
@@ -149,7 +151,7 @@ def test_the_receivers_pinned_ring_and_copy_stream_are_used(torch: Any, fakes: A
 
 def test_real_towers_encode_on_the_gpu(torch: Any) -> None:
     transformers = pytest.importorskip("transformers")
-    from tests.encoder_models import BUILDERS, build
+    from tests.rigs.encoder_models import BUILDERS, build
 
     is_old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
     for name in BUILDERS:
@@ -184,7 +186,7 @@ def takes_cudnn_attention(torch: Any, report: Any, model: Any, shape: Shape) -> 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_cudnns_attention_is_told_where_torch_takes_it(torch: Any, allowed: bool) -> None:
     pytest.importorskip("transformers")
-    from tests.encoder_models import build
+    from tests.rigs.encoder_models import build
 
     warmed, new = Shape("image", ((32, 32),)), Shape("image", ((40, 24),))
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -213,7 +215,7 @@ def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: An
     pytest.importorskip("transformers")
     from mmcopy.prewarm.compiles import count_graphs
     from mmcopy.prewarm.feed import make_tensors
-    from tests.encoder_models import build
+    from tests.rigs.encoder_models import build
 
     model = build("qwen3_vl", torch.bfloat16).to("cuda:0")
     for block in model.model.visual.blocks:

@@ -14,22 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import (
-    DTYPES,
+from mmcopy import Inline, Metrics, Receiver, Sender, ShmHandle, TensorData, TransportConfig
+from mmcopy.errors import (
     ClosedError,
     DeviceError,
     DeviceMemoryError,
-    Inline,
-    Metrics,
-    Receiver,
     ReceiveTimeoutError,
     SegmentNotFoundError,
     SegmentSizeError,
-    Sender,
-    ShmHandle,
-    TensorData,
-    TransportConfig,
 )
+from mmcopy.tensors import DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -368,7 +362,9 @@ def test_a_ring_larger_than_memory_is_smaller_with_a_warning(
 ) -> None:
     import cupy
 
-    monkeypatch.setattr("mmcopy.cuda.pinned._available_bytes", lambda: 40 * SLOT)  # half of that would be pinned
+    monkeypatch.setattr(
+        "mmcopy.receive.cuda.pinned._available_bytes", lambda: 40 * SLOT
+    )  # half of that would be pinned
     pinned = cupy.cuda.PinnedMemory
 
     def refuse_large(nbytes: int) -> Any:

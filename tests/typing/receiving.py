@@ -45,12 +45,12 @@ def the_wire(data: TensorData) -> None:
 
 
 def errors_are_standard_ones_too() -> None:
-    missing: type[FileNotFoundError] = mmcopy.SegmentNotFoundError
-    refused: type[PermissionError] = mmcopy.SegmentPermissionError
-    wrong: type[ValueError] = mmcopy.PayloadError
-    late: type[TimeoutError] = mmcopy.ReceiveTimeoutError
-    tree: list[type[mmcopy.MmcopyError]] = [mmcopy.SegmentNotFoundError, mmcopy.PayloadError]
-    other: type[KeyError] = mmcopy.PayloadError  # type: ignore[assignment]
+    missing: type[FileNotFoundError] = mmcopy.errors.SegmentNotFoundError
+    refused: type[PermissionError] = mmcopy.errors.SegmentPermissionError
+    wrong: type[ValueError] = mmcopy.errors.PayloadError
+    late: type[TimeoutError] = mmcopy.errors.ReceiveTimeoutError
+    tree: list[type[mmcopy.MmcopyError]] = [mmcopy.errors.SegmentNotFoundError, mmcopy.errors.PayloadError]
+    other: type[KeyError] = mmcopy.errors.PayloadError  # type: ignore[assignment]
     print(missing, refused, wrong, late, tree, other)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import mmcopy
-from mmcopy import Inline, Route, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
+from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
+from mmcopy.send.route import Route
 
 
 def every_kind_of_array(sender: Sender, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
@@ -68,8 +69,8 @@ def policy(sender: Sender, workers: list[WorkerSpec]) -> None:
     sender.send(b"a", worker=["grpc://127.0.0.1:9000"])  # type: ignore[list-item]
     assert_type(sender.worker_gone("grpc://127.0.0.1:9000"), int)
     assert_type(sender.worker_back(workers[0]), bool)
-    assert_type(mmcopy.wire_dtype("image", worker=workers[0], environ={}).dtype, str)
-    assert_type(mmcopy.load_config("router.yaml").workers, tuple[WorkerSpec, ...])
+    assert_type(mmcopy.config.wire_dtype("image", worker=workers[0], environ={}).dtype, str)
+    assert_type(mmcopy.config.load_config("router.yaml").workers, tuple[WorkerSpec, ...])
 
 
 def settings() -> None:
@@ -80,4 +81,4 @@ def settings() -> None:
     assert_type(resolved.shm_min_bytes, int)
     assert_type(mmcopy.shm_namespace_id(), str)
     assert_type(mmcopy.__version__, str)
-    assert_type(mmcopy.DTYPES["bfloat16"], int)
+    assert_type(mmcopy.tensors.DTYPES["bfloat16"], int)

@@ -7,14 +7,11 @@ and :func:`load_config`, which read from outside; every other function can be gi
 from __future__ import annotations
 
 from .arguments import add_transport_args, transport_from_args
-from .delivery import SHARED, Choice, Delivery, Sharing, by_labels, choose, deliver
 from .dtype import ResolvedDtype, wire_dtype, wire_dtype_in
 from .environment import Environment, default_num_threads, read_environment, warn_once
 from .mode import TransportMode, parse_mode
 from .numbers import LONGEST_S, parse_count, parse_min_bytes, parse_seconds, parse_size
 from .own_variables import OWN_NAMES, read_own_variables
-from .reason import Reason
-from .route import Route, plan_route, receivers_of
 from .router import RouterConfig, transport_from_dict, worker_from_dict
 from .smg_variables import MODALITIES, SMG_NAMES
 from .transport import DEFAULT_PROOF_MAX_AGE_S, DEFAULT_SHM_MIN_BYTES, ResolvedTransport, TransportConfig
@@ -28,36 +25,25 @@ __all__ = [
     "LONGEST_S",
     "MODALITIES",
     "OWN_NAMES",
-    "SHARED",
     "SMG_NAMES",
-    "Choice",
-    "Delivery",
     "Environment",
-    "Reason",
     "ResolvedDtype",
     "ResolvedTransport",
     "Role",
-    "Route",
     "RouterConfig",
-    "Sharing",
     "TransportConfig",
     "TransportMode",
     "WorkerSpec",
     "add_transport_args",
-    "by_labels",
-    "choose",
     "default_num_threads",
-    "deliver",
     "load_config",
     "parse_count",
     "parse_min_bytes",
     "parse_mode",
     "parse_seconds",
     "parse_size",
-    "plan_route",
     "read_environment",
     "read_own_variables",
-    "receivers_of",
     "transport_from_args",
     "transport_from_dict",
     "warn_once",

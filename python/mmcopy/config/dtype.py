@@ -43,7 +43,7 @@ def wire_dtype(
     ``SMG_VLLM_ENCODER_INPUT_DTYPE``, else the label, else float32. A name that SMG does not know is float32, with a
     warning that is logged once. With several encode workers SMG asks the first.
 
-    ``environ``: None means that of the process, as it is now. Raises :class:`mmcopy.ConfigError` for another
+    ``environ``: None means that of the process, as it is now. Raises :class:`ConfigError` for another
     modality, and for a bad or unknown ``MMCOPY_*`` variable.
     """
     found = wire_dtype_in(read_environment(environ), modality, worker=worker)

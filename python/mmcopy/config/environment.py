@@ -31,7 +31,7 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read ``environ``, by default that of the process. What SMG would warn about is logged once a process.
 
-    Raises :class:`mmcopy.ConfigError` for an ``MMCOPY_*`` variable that is bad or unknown.
+    Raises :class:`ConfigError` for an ``MMCOPY_*`` variable that is bad or unknown.
     """
     variables = os.environ if environ is None else environ
     found = Environment(read_smg_variables(variables), read_own_variables(variables))
@@ -54,7 +54,7 @@ def warn_once(warnings: Iterable[str]) -> None:
 def default_num_threads(environment: Environment | None = None) -> int:
     """Copy threads for one large tensor: ``MMCOPY_NUM_THREADS``, else the cores this process may use, 8 at most.
 
-    Without an environment that of the process is read. Raises :class:`mmcopy.ConfigError` as :func:`read_environment`.
+    Without an environment that of the process is read. Raises :class:`ConfigError` as :func:`read_environment`.
     """
     chosen = (read_own_variables(os.environ) if environment is None else environment.own).num_threads
     return min(8, len(os.sched_getaffinity(0))) if chosen is None else chosen

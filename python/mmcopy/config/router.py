@@ -43,7 +43,7 @@ class RouterConfig:
     def from_dict(cls, mapping: Mapping[str, Any], *, place: str = "config") -> RouterConfig:
         """From plain values, such as :meth:`to_dict` gives or JSON holds.
 
-        Raises :class:`mmcopy.ConfigError` that names ``place``, the setting, and the nearest match of an unknown name.
+        Raises :class:`ConfigError` that names ``place``, the setting, and the nearest match of an unknown name.
         """
         return router_from_entries(entries_of(mapping, place=place))
 

@@ -47,7 +47,7 @@ class TransportConfig:
 
     ``mode`` and ``shm_min_bytes`` (bytes, or text such as ``"64KiB"``) are SMG's settings. ``proof_max_age_s``: how
     long a proof that a worker can read our segments counts. ``origins``: the places where the fields were set, for
-    :class:`ResolvedTransport`; it takes no part in comparisons. Raises :class:`mmcopy.ConfigError` that names the
+    :class:`ResolvedTransport`; it takes no part in comparisons. Raises :class:`ConfigError` that names the
     field.
     """
 
@@ -76,7 +76,7 @@ class TransportConfig:
     def resolve(self, worker: WorkerSpec | None = None, environ: Mapping[str, str] | None = None) -> ResolvedTransport:
         """The mode and the threshold for ``worker``, by ``environ`` (None: that of the process, as it is now).
 
-        Raises :class:`mmcopy.ConfigError` for a bad or unknown ``MMCOPY_*`` variable. Who resolves often reads the
+        Raises :class:`ConfigError` for a bad or unknown ``MMCOPY_*`` variable. Who resolves often reads the
         environment once and calls :meth:`resolve_in`; a :class:`mmcopy.Sender` does.
         """
         return self.resolve_in(read_environment(environ), worker)

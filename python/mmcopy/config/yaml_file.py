@@ -41,9 +41,9 @@ def load_config(
             multimodal_shm_min_bytes: 1MiB
             labels: {multimodal_encoder_dtype: float16}
 
-    Raises :class:`mmcopy.ConfigError` with file and line for what is not YAML, an unknown or repeated name (with the
+    Raises :class:`ConfigError` with file and line for what is not YAML, an unknown or repeated name (with the
     nearest), a bad value, and two names of one setting with different values;
-    :class:`mmcopy.MissingDependencyError` without PyYAML.
+    :class:`MissingDependencyError` without PyYAML.
     """
     if path is None:
         path = read_environment(environ).own.config

@@ -32,7 +32,7 @@ class Shape:
     """What one encode takes: for each image (height, width), for each video (frames, height, width), both in pixels,
     for each sound (frames,) of its spectrogram.
 
-    Raises :class:`mmcopy.ConfigError` for a modality, a number of sides or a side that cannot be.
+    Raises :class:`ConfigError` for a modality, a number of sides or a side that cannot be.
     """
 
     modality: str
@@ -104,7 +104,7 @@ class Family(ABC):
     def fit(self, config: Config, shape: Shape) -> Shape:
         """``shape`` as the family's preprocessor would make it: rounded to whole patches, or to whole tiles.
 
-        Raises :class:`mmcopy.ConfigError` for what the encoder cannot take.
+        Raises :class:`ConfigError` for what the encoder cannot take.
         """
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Family(ABC):
 def as_config(config: Any) -> Config:
     """A transformers config, a dict, a dataclass or an object with attributes of its own as nested dicts.
 
-    Raises :class:`mmcopy.ConfigError` for anything else.
+    Raises :class:`ConfigError` for anything else.
     """
     if hasattr(config, "to_dict"):
         config = config.to_dict()
@@ -186,7 +186,7 @@ def audio_of(config: Config) -> Config:
 def number(config: Config, name: str, default: int) -> int:
     """A whole number of a config; the first one where it has one for each side, ``default`` where it has none.
 
-    Raises :class:`mmcopy.ConfigError` for what is no number.
+    Raises :class:`ConfigError` for what is no number.
     """
     value = config.get(name, default)
     if isinstance(value, Sequence) and not isinstance(value, str) and value:

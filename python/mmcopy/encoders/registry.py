@@ -19,7 +19,7 @@ _by_type: dict[str, Family] = {}
 def register_family(family: Family) -> None:
     """Make ``family`` the one for its ``model_types``; the latest wins, over those that come with mmcopy too.
 
-    Raises :class:`mmcopy.ConfigError` when it names none, and for what is no family. May be called from any thread.
+    Raises :class:`ConfigError` when it names none, and for what is no family. May be called from any thread.
     """
     if not isinstance(family, Family):
         raise ConfigError(f"register_family got {family!r}, want an object of a subclass of mmcopy.encoders.Family")
@@ -35,7 +35,7 @@ def register_family(family: Family) -> None:
 def family_for(config: Config) -> Family:
     """The family of a config, by its ``model_type`` or its thinker's.
 
-    Raises :class:`mmcopy.UnknownFamilyError`, which names :func:`register_family`.
+    Raises :class:`UnknownFamilyError`, which names :func:`register_family`.
     """
     names = [config.get("model_type"), (config.get("thinker_config") or {}).get("model_type")]
     for name in names:

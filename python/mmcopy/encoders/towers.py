@@ -61,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def find_towers(model: nn.Module) -> Mapping[str, Tower | str]:
     """For each of ``MODALITIES`` its encoder, or why there is none.
 
-    Raises :class:`mmcopy.ConfigError` for what is no module.
+    Raises :class:`ConfigError` for what is no module.
     """
     if not hasattr(model, "named_children"):
         raise ConfigError(f"the model is a {type(model).__name__}, want a torch.nn.Module")

@@ -29,8 +29,8 @@ _LANGUAGE = frozenset(
 def read_config(path: str | os.PathLike[str]) -> Any:
     """The transformers config of a model directory or of a config.json. Never asks a server.
 
-    Raises :class:`mmcopy.ConfigError` when there is none, or transformers does not know it, and
-    :class:`mmcopy.MissingDependencyError` without transformers.
+    Raises :class:`ConfigError` when there is none, or transformers does not know it, and
+    :class:`MissingDependencyError` without transformers.
     """
     file = pathlib.Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -55,7 +55,7 @@ def has_weights(path: str | os.PathLike[str]) -> bool:
 def build_encoders(config: Any, *, device: torch.device, dtype: str, attention: str | None = None) -> Any:
     """The model of ``config`` with its encoders on ``device``, random weights, and a language model without any.
 
-    Raises :class:`mmcopy.ConfigError` for a config without encoders.
+    Raises :class:`ConfigError` for a config without encoders.
     """
     import torch
 
@@ -79,7 +79,7 @@ def load_encoders(
 ) -> Any:
     """The model of a directory with its weights, read whole into host memory; only its encoders go to ``device``.
 
-    Raises :class:`mmcopy.ConfigError` for a model without encoders, and for weights that cannot be read.
+    Raises :class:`ConfigError` for a model without encoders, and for weights that cannot be read.
     """
     import torch
 

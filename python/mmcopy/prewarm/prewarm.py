@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmcopy.config import LONGEST_S, parse_count, parse_seconds
 from mmcopy.encoders import Family
 from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, UnknownFamilyError
-from mmcopy.readiness import Readiness
-from mmcopy.receiver import Receiver
+from mmcopy.receive.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
 from .compiles import count_graphs, is_compiled, limit_was_hit
@@ -21,6 +20,7 @@ from .memory import Meter
 from .plan import Role, Sizes, encodes, parse_role, plan_shapes
 from .progress import following
 from .ranks import Ranks
+from .readiness import Readiness
 from .report import Outcome, PrewarmReport, PrewarmStatus, ShapeReport
 from .run import Job, run_job
 from .target import NothingToWarm, Target, choose_target, parse_device
@@ -92,9 +92,9 @@ def prewarm(
     before_ready: called with the report when all has ended well enough, before ``readiness`` is ready: size the KV
         cache there. What the encoders need is allocated by then.
 
-    Raises :class:`mmcopy.ConfigError` for options and sizes that cannot be, :class:`mmcopy.DeviceError`;
-    :class:`mmcopy.PrewarmTimeoutError` or :class:`mmcopy.PrewarmError` when it is required and was not done, with the
-    report in ``report`` and the encoder's exception as ``__cause__``; :class:`mmcopy.PrewarmError` when ranks disagree.
+    Raises :class:`ConfigError` for options and sizes that cannot be, :class:`DeviceError`;
+    :class:`PrewarmTimeoutError` or :class:`PrewarmError` when it is required and was not done, with the
+    report in ``report`` and the encoder's exception as ``__cause__``; :class:`PrewarmError` when ranks disagree.
     """
     readiness = readiness or Readiness()
     try:

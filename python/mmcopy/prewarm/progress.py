@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from mmcopy.encoders import Shape
-from mmcopy.readiness import Readiness
+
+from .readiness import Readiness
 
 __all__ = ["Step", "following"]
 

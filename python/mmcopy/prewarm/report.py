@@ -112,7 +112,7 @@ class PrewarmReport:
         """Whether encoding ``items`` at once, such as (1024, 1024), would compile again, why, and what avoids it; and
         whether attention would make a plan first, on the thread that called prewarm.
 
-        Raises :class:`mmcopy.ConfigError` for a size or a modality that cannot be, or when there was nothing to warm.
+        Raises :class:`ConfigError` for a size or a modality that cannot be, or when there was nothing to warm.
         """
         if self.family is None:
             raise ConfigError(f"the prewarm was {self.status}: {self.reason}")

@@ -7,9 +7,9 @@ from typing import Any
 
 from mmcopy.config import TransportConfig, WorkerSpec
 from mmcopy.errors import MmcopyError
-from mmcopy.policy import ENDPOINT_LABEL
-from mmcopy.receiver import Receiver
-from mmcopy.sender import Sender
+from mmcopy.receive.receiver import Receiver
+from mmcopy.send.policy import ENDPOINT_LABEL
+from mmcopy.send.sender import Sender
 
 __all__ = ["warm_collectives", "warm_receiver"]
 

@@ -24,7 +24,7 @@ ENCODER_INPUT = "encoder_input"
 def to_proto(data: TensorData) -> TensorMessage:
     """``data`` as a TokenSpeed ``TensorData`` message; inline bytes are copied.
 
-    Raises :class:`mmcopy.InlineTooLargeError` and :class:`mmcopy.PayloadError` for what a message cannot hold.
+    Raises :class:`InlineTooLargeError` and :class:`PayloadError` for what a message cannot hold.
     """
     message: TensorMessage = payload.generated("tokenspeed_scheduler_pb2").TensorData()
     return payload.fill(message, data)
@@ -33,7 +33,7 @@ def to_proto(data: TensorData) -> TensorMessage:
 def from_proto(message: TensorMessage) -> TensorData:
     """The tensor in a TokenSpeed ``TensorData`` message; inline bytes are copied, segments are not opened.
 
-    Raises :class:`mmcopy.PayloadError`, :class:`mmcopy.UnknownDtypeError` or :class:`mmcopy.UnsupportedPayloadError`.
+    Raises :class:`PayloadError`, :class:`UnknownDtypeError` or :class:`UnsupportedPayloadError`.
     """
     return payload.read(message)
 
@@ -58,7 +58,7 @@ def label_of(index: int, name: str) -> str:
 def tensors_of(request: Request) -> dict[str, TensorMessage]:
     """Every tensor message of a request by label: ``item0.encoder_input``, ``item0.image_grid_thw``, ...
 
-    Raises :class:`mmcopy.PayloadError` when two of them have one label.
+    Raises :class:`PayloadError` when two of them have one label.
     """
     return payload.by_label(label_of, each_tensor(request))
 

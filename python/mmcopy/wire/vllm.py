@@ -33,7 +33,7 @@ PIXEL_VALUES = "pixel_values"
 def to_proto(data: TensorData) -> TensorMessage:
     """``data`` as a vLLM ``TensorData`` message; inline bytes are copied.
 
-    Raises :class:`mmcopy.InlineTooLargeError` and :class:`mmcopy.PayloadError` for what a message cannot hold.
+    Raises :class:`InlineTooLargeError` and :class:`PayloadError` for what a message cannot hold.
     """
     message: TensorMessage = payload.generated("vllm_engine_pb2").TensorData()
     return payload.fill(message, data)
@@ -42,7 +42,7 @@ def to_proto(data: TensorData) -> TensorMessage:
 def from_proto(message: TensorMessage) -> TensorData:
     """The tensor in a vLLM ``TensorData`` message; inline bytes are copied, segments are not opened.
 
-    Raises :class:`mmcopy.PayloadError`, :class:`mmcopy.UnknownDtypeError` or :class:`mmcopy.UnsupportedPayloadError`.
+    Raises :class:`PayloadError`, :class:`UnknownDtypeError` or :class:`UnsupportedPayloadError`.
     """
     return payload.read(message)
 
@@ -74,7 +74,7 @@ def label_of(index: int, name: str) -> str:
 def tensors_of(request: Request) -> dict[str, TensorMessage]:
     """Every tensor message of a request by label: ``input0.pixel_values``, ``input0.image_grid_thw``, ...
 
-    Raises :class:`mmcopy.PayloadError` when two of them have one label.
+    Raises :class:`PayloadError` when two of them have one label.
     """
     return payload.by_label(label_of, each_tensor(request))
 

@@ -83,7 +83,7 @@ class LlavaNext(SquareFamily):
         return sum(self.tiles(config, item) for item in shape.items)
 
     def pinpoints(self, config: Config) -> list[tuple[int, int]]:
-        """The resolutions that the model knows. Raises :class:`mmcopy.ConfigError` when the config has none."""
+        """The resolutions that the model knows. Raises :class:`ConfigError` when the config has none."""
         found = config.get("image_grid_pinpoints")
         if not found:
             raise ConfigError("the config has no image_grid_pinpoints, which say how many squares a picture becomes")

@@ -30,8 +30,8 @@ def ask_worker(url: str, *, timeout_s: float = 5.0) -> Advertised:
     """Call GetServerInfo and GetModelInfo of the worker at ``url``; ``grpc://host:port`` or ``host:port``.
 
     TokenSpeed's protocol is tried first, then vLLM's. Blocks, ``timeout_s`` at most. Raises
-    :class:`mmcopy.WorkerUnreachableError`, :class:`mmcopy.ConfigError` for a url of another kind, and
-    :class:`mmcopy.MissingDependencyError` without grpcio or smg-grpc-proto.
+    :class:`WorkerUnreachableError`, :class:`ConfigError` for a url of another kind, and
+    :class:`MissingDependencyError` without grpcio or smg-grpc-proto.
     """
     address = url.removeprefix("grpc://")
     if "://" in address or not address or "/" in address:

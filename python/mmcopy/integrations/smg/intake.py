@@ -97,7 +97,7 @@ class Intake:
     ) -> Received:
         """Run ``read``, which describes the tensors, and receive them, on a thread.
 
-        Raises what they raise; :class:`mmcopy.ReceiveTimeoutError` when the limit passes first. The segments of
+        Raises what they raise; :class:`ReceiveTimeoutError` when the limit passes first. The segments of
         ``handles`` are removed in every case; after a timeout or a cancellation when the running copy ends.
         """
         job = _Job(request_id, handles, read, self._receive, self._release)

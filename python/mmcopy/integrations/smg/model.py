@@ -21,7 +21,7 @@ class ModelInfo:
 
     ``model_path`` is where the gateway finds the tokenizer too. ``modalities`` are those the worker takes, of
     ``"image"``, ``"video"``, ``"audio"``; none for a text model. ``model_dtype`` is the language model's, whatever the
-    encoder's: the gateway pairs prefill and decode workers by it. Raises :class:`mmcopy.ConfigError`.
+    encoder's: the gateway pairs prefill and decode workers by it. Raises :class:`ConfigError`.
     """
 
     model_path: str
@@ -51,7 +51,7 @@ class ModelInfo:
         """Read ``config.json`` of a model directory in Hugging Face's layout.
 
         The vocabulary, the dtype and the end-of-sequence tokens are taken from ``text_config`` where it has them,
-        otherwise from the top level. Raises :class:`mmcopy.ConfigError` when the file is missing, is no JSON object or
+        otherwise from the top level. Raises :class:`ConfigError` when the file is missing, is no JSON object or
         lacks a field.
         """
         directory = pathlib.Path(path).absolute()

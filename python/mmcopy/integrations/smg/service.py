@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from mmcopy.readiness import Readiness
+from mmcopy.prewarm.readiness import Readiness
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .ask import METADATA

@@ -14,8 +14,8 @@ from mmcopy._native import shm_namespace_id as own_namespace_id
 from mmcopy.config import parse_count, parse_seconds
 from mmcopy.encoders import common_dtype, explain_encoder_dtypes
 from mmcopy.errors import ClosedError, ConfigError, MissingDependencyError
-from mmcopy.readiness import Readiness
-from mmcopy.receiver import Receiver
+from mmcopy.prewarm.readiness import Readiness
+from mmcopy.receive.receiver import Receiver
 from mmcopy.tensors import DTYPES, ShmHandle, TensorData
 
 from .intake import Intake
@@ -59,7 +59,7 @@ class SmgWorker:
     unless it was started with ``--worker-startup-check-interval``. None: ready at once.
 
     The methods other than :meth:`receive` belong to one event loop. The receiver stays the caller's: close it after
-    :meth:`stop`. Raises :class:`mmcopy.ConfigError` for a bad argument.
+    :meth:`stop`. Raises :class:`ConfigError` for a bad argument.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class SmgWorker:
     async def start(self) -> int:
         """Listen, and return the port. Calls are served from now on.
 
-        Raises :class:`mmcopy.ConfigError` when the address cannot be had, :class:`mmcopy.MissingDependencyError`
-        without grpcio or smg-grpc-proto, :class:`mmcopy.ClosedError` when the worker was started before.
+        Raises :class:`ConfigError` when the address cannot be had, :class:`MissingDependencyError`
+        without grpcio or smg-grpc-proto, :class:`ClosedError` when the worker was started before.
         """
         if self._started:
             raise ClosedError(f"the worker at {self.address} was started already; make a new one")

@@ -9,11 +9,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mmcopy import _native
+from mmcopy._native import Segment, SegmentOwner, sweep, validate_segment_name, write_segment
 from mmcopy.arrays import flatten
 from mmcopy.config import default_num_threads
 from mmcopy.errors import MmcopyError, SegmentNameError, SegmentNotFoundError
-from mmcopy.receiver import ACCEPT_PREFIXES
+from mmcopy.receive.receiver import ACCEPT_PREFIXES
 from mmcopy.tensors import ShmHandle, TensorData
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ShmTensorHandle:
         self.shm_name = shm_name
         self.shape = tuple(shape)
         self.dtype = dtype
-        self._segment: _native.Segment | None = None
+        self._segment: Segment | None = None
         self._remote: torch.Tensor | None = None
         self._reachable_ranks: tuple[int, ...] | None = None
         self._group_size = 0
@@ -56,11 +56,11 @@ class ShmTensorHandle:
     def publish(cls, tensor: torch.Tensor) -> Self:
         """Write a CPU tensor of any strides into a new segment. Blocks; ``tensor`` may be reused at once.
 
-        Raises :class:`~mmcopy.NoSpaceError` and the other errors of a failed write, with nothing left behind.
+        Raises :class:`NoSpaceError` and the other errors of a failed write, with nothing left behind.
         """
         flat = flatten(tensor)
         name = _owner(os.getpid(), SHM_DIR).next_name()
-        _native.write_segment(SHM_DIR, name, flat.data, num_threads=default_num_threads())
+        write_segment(SHM_DIR, name, flat.data, num_threads=default_num_threads())
         return cls(name, flat.shape, tensor.dtype)
 
     @property
@@ -70,7 +70,7 @@ class ShmTensorHandle:
         return TensorData(name, self.shape, ShmHandle(self.shm_name, 0, self.nbytes()))
 
     @property
-    def segment(self) -> _native.Segment | None:
+    def segment(self) -> Segment | None:
         """The open segment, once this rank has attached."""
         return self._segment
 
@@ -86,7 +86,7 @@ class ShmTensorHandle:
     def attach(self) -> None:
         """Open the segment, on every rank before any of them removes the name. Again: does nothing.
 
-        Raises :class:`~mmcopy.SegmentNotFoundError`, which is a FileNotFoundError, and the errors of a bad segment.
+        Raises :class:`SegmentNotFoundError`, which is a FileNotFoundError, and the errors of a bad segment.
         """
         if self._segment is None:
             segment = self._open()
@@ -183,7 +183,7 @@ class ShmTensorHandle:
         with contextlib.suppress(MmcopyError), segment or self._open() as found:
             found.unlink()
 
-    def detach(self) -> _native.Segment | None:
+    def detach(self) -> Segment | None:
         """Give the open segment to the caller, whose it is from now on to remove and close."""
         segment, self._segment = self._segment, None
         return segment
@@ -213,15 +213,15 @@ class ShmTensorHandle:
         """The tensor's bytes, flat uint8 host memory, as another rank has sent them."""
         self._remote = flat_bytes
 
-    def _open(self) -> _native.Segment:
-        name = _native.validate_segment_name(self.shm_name)
+    def _open(self) -> Segment:
+        name = validate_segment_name(self.shm_name)
         if not name.startswith(self.accept_prefixes):
             raise SegmentNameError(
                 f"segment {name!r} is refused: accepted names begin with {', '.join(self.accept_prefixes)}"
             )
-        return _native.Segment.open(SHM_DIR, name)
+        return Segment.open(SHM_DIR, name)
 
-    def _attached(self) -> _native.Segment:
+    def _attached(self) -> Segment:
         if self._segment is None:
             raise RuntimeError(f"{self!r} is not attached on this rank, or was released: call attach() first")
         return self._segment
@@ -231,9 +231,9 @@ class ShmTensorHandle:
 
 
 @functools.lru_cache(maxsize=1)
-def _owner(pid: int, shm_dir: str) -> _native.SegmentOwner:  # noqa: ARG001 - a forked process needs one of its own
+def _owner(pid: int, shm_dir: str) -> SegmentOwner:  # noqa: ARG001 - a forked process needs one of its own
     """This process's name on the host, taken with its first segment; what dead senders left is removed then."""
-    _native.sweep(shm_dir)
-    owner = _native.SegmentOwner(shm_dir)
+    sweep(shm_dir)
+    owner = SegmentOwner(shm_dir)
     atexit.register(owner.close)
     return owner

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
 from mmcopy.metrics import Metrics
-from mmcopy.parallel import ItemFacts
-from mmcopy.sources import InlineSource, SegmentSource, Source, SourceOpener
+from mmcopy.receive.group import ItemFacts
+from mmcopy.receive.sources import InlineSource, SegmentSource, Source, SourceOpener
 from mmcopy.tensors import Inline, ShmHandle, TensorData
 
 from .handle import SHM_DIR, ShmTensorHandle

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmcopy.errors import SegmentNotFoundError
-from mmcopy.parallel import ParallelOptions
-from mmcopy.parallel.agreement import agree, gather_reachability
-from mmcopy.parallel.digest import Digest, Status, hash_items, hash_options, pack_bits, raise_failure, text_of
-from mmcopy.parallel.group import RankGroup
-from mmcopy.parallel.plan import first_unreached
+from mmcopy.receive.group import ParallelOptions
+from mmcopy.receive.group.agreement import agree, gather_reachability
+from mmcopy.receive.group.digest import Digest, Status, hash_items, hash_options, pack_bits, raise_failure, text_of
+from mmcopy.receive.group.group import RankGroup
+from mmcopy.receive.group.plan import first_unreached
 
 from .handle import ShmTensorHandle
 
@@ -24,8 +24,8 @@ def prepare_shm_features(reqs: Sequence[Any], group: Any, *, timeout_s: float = 
     ``reqs`` have ``multimodal_inputs.mm_items``, or None there. ``group``: a CPU process group, whose ranks all call
     this with the same requests; blocks until they have, ``timeout_s`` at most. Afterwards any rank may remove names.
 
-    Raises, on every rank alike and with all released, :class:`~mmcopy.SegmentNotFoundError` for a segment that no rank
-    can open, :class:`~mmcopy.ParallelMismatchError`, and the error of a bad segment.
+    Raises, on every rank alike and with all released, :class:`SegmentNotFoundError` for a segment that no rank
+    can open, :class:`ParallelMismatchError`, and the error of a bad segment.
     """
     handles = [
         item.feature_shm

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mmcopy.errors import SegmentNotFoundError
-from mmcopy.parallel import ParallelOptions
-from mmcopy.parallel.agreement import agree
-from mmcopy.parallel.digest import READY_STEP, Digest, Status, hash_items, hash_options, raise_failure, text_of
-from mmcopy.parallel.group import RankGroup
-from mmcopy.parallel.owned import Transfer, plan_transfers
+from mmcopy.receive.group import ParallelOptions
+from mmcopy.receive.group.agreement import agree
+from mmcopy.receive.group.digest import READY_STEP, Digest, Status, hash_items, hash_options, raise_failure, text_of
+from mmcopy.receive.group.group import RankGroup
+from mmcopy.receive.group.owned import Transfer, plan_transfers
 
 from .handle import ShmTensorHandle
 

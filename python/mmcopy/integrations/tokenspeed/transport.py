@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmcopy.config import default_num_threads, parse_seconds
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.parallel import ParallelOptions, Strategy, choose_strategy
-from mmcopy.parallel.collective import CollectiveReceive, PackedDestination
-from mmcopy.parallel.group import RankGroup
-from mmcopy.sources import Source
+from mmcopy.receive.group import ParallelOptions, Strategy, choose_strategy
+from mmcopy.receive.group.collective import CollectiveReceive, PackedDestination
+from mmcopy.receive.group.group import RankGroup
+from mmcopy.receive.sources import Source
 from mmcopy.tensors import TensorData
 
 from .pending import AttachedOpener, DeviceFeatureItem, Pending
@@ -110,7 +110,7 @@ class EncoderFeatureTransport:
         with a GPU. The segments stay as they are.
 
         Raises ValueError for a list of another length than the group, or an index of no item, RuntimeError without a
-        group, and, on every rank alike, :class:`~mmcopy.SegmentNotFoundError` for a segment that no rank of the group
+        group, and, on every rank alike, :class:`SegmentNotFoundError` for a segment that no rank of the group
         has, and the error of a segment that cannot be read.
         """
         handles = [item.feature_shm for item in items]
@@ -173,7 +173,7 @@ class EncoderFeatureTransport:
     def _make(self, device: torch.device) -> tuple[PackedDestination, CollectiveReceive | None]:
         destination: PackedDestination
         if device.type == "cuda":
-            from mmcopy.cuda import CudaDestination
+            from mmcopy.receive.cuda import CudaDestination
 
             destination = CudaDestination(
                 device.index,
@@ -184,7 +184,7 @@ class EncoderFeatureTransport:
                 metrics=self.metrics,
             )
         else:
-            from mmcopy.host import TorchDestination
+            from mmcopy.receive.cpu import TorchDestination
 
             destination = TorchDestination(num_threads=self._num_threads)
         if self._tp_groups[0] is None:

@@ -1,0 +1,1 @@
+"""The receiving side: the items of a request become tensors on the worker's device."""

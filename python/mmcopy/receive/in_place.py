@@ -1,0 +1,233 @@
+"""Copies to the device straight out of registered arenas, with the mark behind them that gives the lease back.
+
+Nothing is staged: the H2D reads what the sender wrote. Leases that lie side by side in the arena as their tensors do in
+the destination are one copy; scattered ones are queued together. A lease that is still being written is followed: as
+the watermark passes a step, that step is copied. Behind the last copy the copy stream itself writes each lease's mark,
+which its sender reads, so that nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where
+the driver refuses such writes, an event stands behind the copies, and a thread writes the marks when it has happened.
+
+When that takes longer than the receiver's limit, the thread says so and goes on; the leases stay kept, because a copy
+may still read them: their sender has less room, and nobody gets wrong bytes. It looks after them once a second, and
+they go back when the copies have ended after all, or with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from mmcopy.metrics import Counter, Metrics
+
+from .leases import LeaseSource
+from .plan import ALIGN_BYTES
+from .ring import CopyEvent
+
+__all__ = ["DirectCopies", "Reading", "Run", "merge_runs"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_STREAM_MARKS = 16
+_POLL_S = 50e-6
+_LOOK_AFTER_LATE_S = 1.0
+_LEAST_STEP_BYTES, _MOST_STEP_BYTES = 256 << 10, 4 << 20
+"""How far a copy follows a sender that writes: little at both ends, so that the link begins early and is not left with
+much behind the last byte; between them so much that copies run at the link's speed (of 1 MiB a tenth slower)."""
+
+
+Reading: TypeAlias = tuple[LeaseSource, int, int, int]
+"""A lease, the first of its bytes that are wanted, how many, and the address that they go to."""
+
+
+class Run(NamedTuple):
+    """``nbytes`` from ``source`` to ``dest``, both addresses."""
+
+    dest: int
+    source: int
+    nbytes: int
+
+
+class _Behind(NamedTuple):
+    """Leases that go back when ``event`` has happened, which is waited for until ``deadline``."""
+
+    event: CopyEvent
+    sources: Sequence[LeaseSource]
+    deadline: float
+
+    def has_happened(self) -> bool:
+        try:
+            return self.event.query()
+        except Exception:  # the device is broken: no copy reads the leases any more
+            _log.exception("asking for the end of copies out of an arena")
+            return True
+
+
+class DirectLink(Protocol):
+    """A device's copy stream, as far as it is needed here."""
+
+    def copy_all(self, runs: Sequence[Run]) -> None:
+        """Queue copies, in any order among themselves."""
+
+    def write_word(self, address: int, value: int) -> bool:
+        """Let the stream write 32 bits to registered memory, behind what is queued; False where it cannot."""
+
+    def new_event(self) -> CopyEvent:
+        """An event behind what is queued."""
+
+    def bind_thread(self) -> None:
+        """Called once on a thread that asks for events."""
+
+
+def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> list[Run]:
+    """Copies (dest, source, nbytes) that follow each other on both sides, with the same gap of at most
+    ``max_gap_bytes``, as one.
+
+    The gap is copied, too: it must be nobody's on the destination's side.
+    """
+    merged: list[Run] = []
+    rest = iter(runs)
+    dest, source, nbytes = next(rest, (0, 0, 0))
+    for next_dest, next_source, next_nbytes in rest:
+        gap = next_source - source - nbytes
+        if 0 <= gap <= max_gap_bytes and next_dest - dest - nbytes == gap:
+            nbytes += gap + next_nbytes
+        else:
+            merged.append(Run(dest, source, nbytes))
+            dest, source, nbytes = next_dest, next_source, next_nbytes
+    return [*merged, Run(dest, source, nbytes)] if nbytes else merged
+
+
+class DirectCopies:
+    """Queues direct copies and marks on one link. Several threads may use it at once.
+
+    ``timeout_s`` is how long copies may take before that is a warning.
+    """
+
+    def __init__(self, link: DirectLink, *, timeout_s: float, metrics: Metrics) -> None:
+        self._link = link
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._changed = threading.Condition()
+        self._behind: deque[_Behind] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, readings: Iterable[Reading], *, is_packed: bool, when_queued: Callable[[], None]) -> None:
+        """:meth:`copy` and, behind it, :meth:`mark`.
+
+        On an error the leases of which copies were queued are marked behind those, and the others are the caller's to
+        release.
+        """
+        begun: list[LeaseSource] = []
+        try:
+            self.copy(readings, begun, is_packed=is_packed, when_queued=when_queued)
+        finally:
+            self.mark(begun)
+
+    def copy(
+        self,
+        readings: Iterable[Reading],
+        begun: list[LeaseSource],
+        *,
+        is_packed: bool,
+        when_queued: Callable[[], None],
+    ) -> None:
+        """Queue every copy; ``begun`` gets the leases that copies read from now on, which is for :meth:`mark`.
+
+        ``is_packed``: the bytes between neighbouring tensors are nobody's. ``when_queued`` is called when all that was
+        written already is queued. Blocks while senders write, up to the last byte that is wanted and not for more.
+        Raises as :meth:`LeaseSource.wait`.
+        """
+        whole: list[tuple[int, int, int]] = []
+        growing: list[Reading] = []
+        for reading in readings:
+            source, start, nbytes, dest = reading
+            if not nbytes:
+                continue
+            if source.lease.written() >= start + nbytes:
+                whole.append((dest, source.address + start, nbytes))
+                begun.append(source)
+            else:
+                growing.append(reading)
+        self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
+        when_queued()
+        for reading in growing:
+            begun.append(reading[0])
+            self._follow(*reading)
+
+    def mark(self, begun: Sequence[LeaseSource]) -> None:
+        """Let each lease go back to its sender behind what is queued; once, however many copies read it.
+
+        Call it when no further copy out of these leases will be queued. Never blocks.
+        """
+        sources = list(dict.fromkeys(begun))
+        written = 0
+        if len(sources) <= _MOST_STREAM_MARKS:
+            for source in sources:
+                if not self._link.write_word(*source.lease.mark):
+                    break
+                source.lease.hand_on()
+                written += 1
+        if written:
+            self._metrics.count(Counter.LEASES_RELEASED, "received", written)
+        if written < len(sources):
+            self._mark_behind(self._link.new_event(), sources[written:])
+
+    def close(self, deadline: float) -> None:
+        """End the thread, if there is one. All copies that were queued must have happened."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _follow(self, source: LeaseSource, start: int, nbytes: int, dest: int) -> None:
+        done = 0
+        while done < nbytes:
+            step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, min(done, nbytes - done) // 4))
+            there = min(nbytes, source.wait(start + min(nbytes, done + step)) - start)
+            self._link.copy_all([Run(dest + done, source.address + start + done, there - done)])
+            done = there
+
+    def _mark_behind(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
+        for source in sources:
+            source.is_kept = True
+        with self._changed:
+            self._behind.append(_Behind(event, sources, time.monotonic() + self._timeout_s))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="mmcopy-marks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        self._link.bind_thread()
+        late: deque[_Behind] = deque()
+        while True:
+            with self._changed:
+                if not self._behind and not self._closed:
+                    self._changed.wait(_LOOK_AFTER_LATE_S if late else None)
+                behind = self._behind.popleft() if self._behind else None
+                is_over = behind is None and self._closed
+            while late and late[0].has_happened():
+                self._release(late.popleft())
+            if behind is not None:
+                while not (has_happened := behind.has_happened()) and time.monotonic() < behind.deadline:
+                    time.sleep(_POLL_S)
+                if has_happened:
+                    self._release(behind)
+                else:
+                    late.append(behind)
+                    _log.warning(
+                        "copies out of an arena have not ended within %g s: %d leases are kept until they have",
+                        self._timeout_s,
+                        len(behind.sources),
+                    )
+            if is_over:
+                return
+
+    def _release(self, behind: _Behind) -> None:
+        self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in behind.sources))

@@ -1,0 +1,157 @@
+"""Source -> slot -> destination, the two halves overlapped.
+
+Copy threads fill slots (rust/pool.rs) while the device empties others. This thread stands between: it lets a chunk be
+filled once its slot's last H2D has happened, queues the H2D of each chunk as it is filled, and records the slot's event
+behind it. Chunks are queued in order, so slots fall free in order, and one number, ``permitted``, says which chunks may
+be filled. The host never waits for the last copies.
+
+    chunk        0    1    2    3    4    5
+    slot         s0   s1   s2   s0   s1   s2         three slots
+    threads      fill fill fill wait  .    .         chunk 3 waits for chunk 0's event
+    copy stream       H2D0 H2D1 H2D2 H2D3 ...
+
+Filling begins before the destination is known (it can be allocated meanwhile). With one chunk nothing is handed over:
+the calling thread fills it by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
+
+from mmcopy._native import CopyJob, CopyPool
+from mmcopy.metrics import Counter, Metrics, Stage
+
+from .plan import ReceivePlan
+from .ring import Slot, StagingRing
+from .sources import Source
+
+__all__ = ["Filling", "Pipeline"]
+
+
+class Link(Protocol):
+    """A device's copy stream."""
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Queue one host-to-device copy."""
+
+    def mark(self, slot: Slot) -> None:
+        """Record the slot's event behind what is queued."""
+
+
+class Pipeline:
+    """Runs plans over one ring, one pool of copy threads and one link. Several threads may run plans at once."""
+
+    def __init__(self, link: Link, ring: StagingRing, pool: CopyPool, *, device: str, metrics: Metrics) -> None:
+        self._link = link
+        self._ring = ring
+        self._pool = pool
+        self._device = device
+        self._metrics = metrics
+
+    def begin(self, plan: ReceivePlan, sources: Sequence[Source], *, deadline: float) -> Filling:
+        """Start filling slots, as far as they are free. The result must be entered, and told where the bytes go."""
+        return Filling(self._link, self._ring, self._pool, self._device, self._metrics, plan, sources, deadline)
+
+
+class Filling:
+    """One run of a plan: a context manager, inside which copy threads fill slots. :meth:`send` empties them.
+
+    After the block no thread reads a source, whatever happened in it; copies that were queued may still run.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        ring: StagingRing,
+        pool: CopyPool,
+        device: str,
+        metrics: Metrics,
+        plan: ReceivePlan,
+        sources: Sequence[Source],
+        deadline: float,
+    ) -> None:
+        self._link = link
+        self._ring = ring
+        self._pool = pool
+        self._device = device
+        self._metrics = metrics
+        self._plan = plan
+        self._sources = [source.native for source in sources]
+        self._pieces: Sequence[tuple[int, int, int, int, int]] = plan.pieces
+        if any(source.offset for source in sources):
+            self._pieces = [
+                (chunk, source, sources[source].offset + start, slot_start, nbytes)
+                for chunk, source, start, slot_start, nbytes in plan.pieces
+            ]
+        self._deadline = deadline
+        self._permitted = 0
+        self._slots: list[Slot] = []
+        self._job: CopyJob | None = None
+
+    def __enter__(self) -> Self:
+        self._slots = self._ring.take(self._plan.num_chunks, self._deadline)
+        if self._plan.num_chunks > 1:
+            try:
+                self._job = self._pool.start(self._sources, [slot.buffer for slot in self._slots], self._pieces)
+                self._permit_idle(0)
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._job is not None:
+                self._job.cancel()  # one that is over stays so, and lets go of its buffers
+        finally:
+            self._ring.give_back(self._slots)
+
+    def send(self, dest_addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
+        """Queue every copy to the device addresses, each as soon as its chunk is in its slot.
+
+        Returns when every byte has left the sources and every copy is queued. ``while_copying`` is called once, behind
+        the first copy.
+        """
+        plan, slots = self._plan, self._slots
+        chunk = there = 0
+        while chunk < plan.num_chunks:
+            if chunk == there:
+                there += self._fill_one() if self._job is None else self._wait(self._job, chunk)
+            slot = slots[chunk % len(slots)]
+            for dest, dest_start, slot_start, nbytes in plan.transfers[chunk]:
+                self._link.copy(dest_addresses[dest] + dest_start, slot.address + slot_start, nbytes)
+            self._link.mark(slot)
+            if chunk == 0:
+                while_copying()
+            chunk += 1
+
+    def _fill_one(self) -> int:
+        slot = self._slots[0]
+        if not slot.is_idle():
+            self._wait_idle(slot)
+        self._pool.copy_now(self._sources, slot.buffer, self._pieces)
+        return 1
+
+    def _wait(self, job: CopyJob, chunk: int) -> int:
+        """Let chunks be filled whose slots are free, and wait for this one; how many from here on are there."""
+        self._permit_idle(chunk)
+        if self._permitted == chunk:
+            self._wait_idle(self._slots[chunk % len(self._slots)])
+            self._permit_idle(chunk)
+        return job.wait(chunk, max(0.0, self._deadline - time.monotonic()))
+
+    def _permit_idle(self, chunk: int) -> None:
+        """Permit every further chunk whose slot is free; ``chunk`` is the first whose copy is not queued."""
+        slots, before = self._slots, self._permitted
+        limit = min(self._plan.num_chunks, chunk + len(slots))
+        while self._permitted < limit and slots[self._permitted % len(slots)].is_idle():
+            self._permitted += 1
+        if self._permitted > before and self._job is not None:
+            self._job.permit(self._permitted)
+
+    def _wait_idle(self, slot: Slot) -> None:
+        self._metrics.count(Counter.SLOT_WAITS, self._device)
+        with self._metrics.timer(Stage.SLOT_WAIT):
+            slot.wait_idle(self._deadline)

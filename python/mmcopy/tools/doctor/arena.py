@@ -1,0 +1,160 @@
+"""The arena: whether a sender here gets one, how its memory turns out, and whether a worker takes it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmcopy._native import Arena
+from mmcopy.config import WorkerSpec
+from mmcopy.errors import MmcopyError
+from mmcopy.metrics import Counter
+from mmcopy.send.arena import DEFAULT_ARENA_BYTES
+from mmcopy.send.delivery import Sharing
+from mmcopy.send.policy import ENDPOINT_LABEL
+from mmcopy.send.sender import Sender
+
+from .cgroup import CgroupLimits, read_limits
+from .line import MIB, Line, Status, bytes_text
+from .machine import memory_available
+
+__all__ = ["TRIAL_BYTES", "Offer", "Trial", "huge_pages", "lines", "locked", "prove_and_offer", "room", "seals"]
+
+TRIAL_BYTES = 2 * MIB
+"""An arena that is made to look at it, or to see whether a worker takes it."""
+_MOST_EIGHTHS = 7
+"""What an arena takes of the free memory at most (rust/arena/budget.rs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a small arena turned out. ``error``: why there is none ("" when there is one)."""
+
+    error: str = ""
+    is_read_only: bool = True
+    is_noexec: bool = True
+    huge_pages_setting: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Whether a worker took an arena, and in words where, or why not."""
+
+    is_taken: bool
+    detail: str
+
+
+def lines(*, has_gpu: bool) -> Iterator[Line]:
+    trial = _try()
+    yield seals(trial)
+    if not trial.error:
+        yield huge_pages(trial.huge_pages_setting)
+    available = memory_available(Path("/proc/meminfo").read_text(encoding="utf-8"))
+    yield room(available, read_limits())
+    if has_gpu:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        yield locked(None if soft == resource.RLIM_INFINITY else soft)
+
+
+def _try() -> Trial:
+    try:
+        arena = Arena(TRIAL_BYTES)
+    except MmcopyError as error:
+        return Trial(str(error))
+    report = arena.report()
+    arena.close(1.0)
+    return Trial("", bool(report["read_only"]), bool(report["noexec"]), str(report["huge_pages_setting"]))
+
+
+def seals(trial: Trial) -> Line:
+    """Judge whether an arena can be made, and what its seals keep workers from."""
+    name = "arena"
+    if trial.error:
+        return Line(
+            name,
+            Status.WARNING,
+            f"no: {trial.error}",
+            "senders use segments, which move at a fraction of an arena's speed: let processes use memfd_create and "
+            "file seals (a seccomp profile, vm.memfd_noexec), and see the memory below",
+        )
+    text = f"yes: a memfd of {bytes_text(TRIAL_BYTES)}, sealed in its size"
+    text += " and against running" if trial.is_noexec else " (the seal against running: not known to this kernel)"
+    if not trial.is_read_only:
+        return Line(
+            name,
+            Status.WARNING,
+            f"{text}, but workers could write to it",
+            "use it only with workers that you trust, or a kernel of 5.1 or newer, which keeps them from writing",
+        )
+    return Line(name, Status.GOOD, f"{text}; read-only for workers")
+
+
+def huge_pages(setting: str) -> Line:
+    """Tell whether the arena's memory is in huge pages; nobody has measured yet what they bring it."""
+    name = "arena pages"
+    told = f"shmem_enabled is {setting}"
+    if setting in ("always", "within_size", "advise", "force"):
+        return Line(name, Status.GOOD, f"huge where the kernel finds some ({told})")
+    return Line(name, Status.GOOD, f"small ({told}; advise would do for the arena)")
+
+
+def room(available_bytes: int | None, limits: CgroupLimits) -> Line:
+    """Judge whether a sender's default arena fits into the memory that is free, of machine and control group."""
+    name = "arena memory"
+    left = [] if available_bytes is None else [available_bytes]
+    if limits.memory_bytes is not None:
+        left.append(max(0, limits.memory_bytes - (limits.memory_used_bytes or 0)))
+    wanted = bytes_text(DEFAULT_ARENA_BYTES)
+    if not left:
+        return Line(name, Status.GOOD, f"a sender takes {wanted}; how much is free is unknown")
+    text = f"a sender takes {wanted} with its first worker, {bytes_text(min(left))} are free"
+    most = min(left) // 8 * _MOST_EIGHTHS
+    if most < DEFAULT_ARENA_BYTES:
+        return Line(
+            name,
+            Status.WARNING,
+            f"{text}, of which an arena may take {bytes_text(most)}",
+            "such a sender gets no arena and uses segments: free memory, raise the control group's limit, or make it "
+            "smaller (Sender(arena_bytes=...))",
+        )
+    return Line(name, Status.GOOD, text)
+
+
+def locked(limit_bytes: int | None) -> Line:
+    """Judge RLIMIT_MEMLOCK of a worker with a GPU, which registers the arenas of all its senders with CUDA."""
+    name = "arena locked"
+    if limit_bytes is None:
+        return Line(name, Status.GOOD, "no limit (RLIMIT_MEMLOCK) to what a worker registers with CUDA")
+    text = f"at most {bytes_text(limit_bytes)} (RLIMIT_MEMLOCK), a sender's arena has {bytes_text(DEFAULT_ARENA_BYTES)}"
+    if limit_bytes < DEFAULT_ARENA_BYTES:
+        return Line(
+            name,
+            Status.WARNING,
+            text,
+            "registering an arena can then fail, and its tensors are staged (the worker warns once): "
+            "ulimit -l unlimited; docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity",
+        )
+    return Line(name, Status.GOOD, text)
+
+
+def prove_and_offer(sender: Sender, worker: WorkerSpec, *, timeout_s: float) -> tuple[Sharing, Offer]:
+    """Let ``worker`` prove what it reads of ours, and offer it the sender's arena. Blocks, ``timeout_s`` at most."""
+    path = worker.labels.get(ENDPOINT_LABEL)
+    before = _hand_overs(sender)
+    sharing = sender.prove(worker, timeout_s=timeout_s)
+    if not path:
+        return sharing, Offer(False, f"it advertises no socket ({ENDPOINT_LABEL})")
+    outcomes = [name for name, count in _hand_overs(sender).items() if count > before.get(name, 0)]
+    if "ok" in outcomes:
+        return sharing, Offer(True, f"handed over at {path}")
+    if "EndpointRefusedError" in outcomes:
+        return sharing, Offer(False, f"the worker takes none at {path}")
+    if sender.metrics.get(Counter.LEASE_FALLBACKS, "no_arena"):
+        return sharing, Offer(False, "this machine has none to give")
+    return sharing, Offer(False, f"not handed over at {path}: {', '.join(outcomes) or 'no connection'}")
+
+
+def _hand_overs(sender: Sender) -> dict[str, int]:
+    return sender.metrics.snapshot().get(Counter.ARENA_HAND_OVERS.value, {})

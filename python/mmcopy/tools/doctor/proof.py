@@ -1,0 +1,92 @@
+"""The proof by which an mmcopy sender uses shared memory under ``auto``: made here, and with workers that are named."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.endpoint import PROBE_PREFIXES, ProbeResult, SenderLink, WorkerEndpoint
+from mmcopy.errors import MmcopyError
+from mmcopy.send.delivery import Sharing
+from mmcopy.send.reason import Reason
+from mmcopy.send.sender import Sender
+
+from .arena import TRIAL_BYTES, Offer, prove_and_offer
+from .line import Line, Status
+
+__all__ = ["judge_own", "judge_worker", "lines"]
+
+LIMIT_S = 2.0
+ASK_LIMIT_S = 5.0
+
+
+ADVICE: dict[Reason | None, str] = {
+    Reason.NAMESPACE_DIFFERS: "auto sends inline: on one host, let both containers share /dev/shm (docker run "
+    "--ipc=container:NAME; Kubernetes: one emptyDir with medium: Memory at /dev/shm of both)",
+    Reason.NAMESPACE_UNKNOWN: "auto sends inline: let the worker advertise shm_namespace_id, or label it in the router",
+    Reason.UID_DIFFERS: "auto sends inline: run gateway and worker as one user",
+    None: "auto sends inline: run both as one user, share /dev/shm and the socket's directory between their containers",
+}
+
+
+def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
+    yield judge_own(_prove_here(shm_dir), shm_dir)
+    if not workers:
+        return
+    from mmcopy.integrations.smg.ask import ask_worker, with_advertised
+
+    with Sender(TransportConfig(mode="auto"), shm_dir=shm_dir, arena_bytes=TRIAL_BYTES) as sender:
+        for url in workers:
+            worker = WorkerSpec(url)
+            try:
+                worker = with_advertised(worker, ask_worker(url, timeout_s=ASK_LIMIT_S))
+            except MmcopyError as error:
+                yield Line(f"worker {url}", Status.PROBLEM, str(error), "start it, or mend its address")
+                continue
+            yield judge_worker(worker, *prove_and_offer(sender, worker, timeout_s=LIMIT_S))
+
+
+def _prove_here(shm_dir: str) -> ProbeResult | str:
+    """What a worker in this process reads of a segment of ours; text when it does not come to that."""
+    with tempfile.TemporaryDirectory(prefix="mmcopy-doctor-") as directory:
+        try:
+            with (
+                WorkerEndpoint(directory, shm_dir=shm_dir, accept_prefixes=PROBE_PREFIXES) as endpoint,
+                SenderLink.connect(endpoint.path, timeout_s=LIMIT_S) as link,
+            ):
+                return link.probe(shm_dir, timeout_s=LIMIT_S)
+        except MmcopyError as error:
+            return str(error)
+
+
+def judge_own(result: ProbeResult | str, shm_dir: str) -> Line:
+    """Judge the proof made with an endpoint of our own."""
+    name = "proof"
+    if isinstance(result, str):
+        return Line(
+            name,
+            Status.WARNING,
+            f"no: {result}",
+            "mmcopy's own senders and workers cannot prove that they share memory here, and send inline under auto: "
+            "let this user make unix sockets in its temporary directory (TMPDIR)",
+        )
+    if not result.ok:
+        return Line(name, Status.PROBLEM, f"no: {result.reason}", f"mend {shm_dir}; see the lines about shared memory")
+    return Line(name, Status.GOOD, f"an endpoint of this process read a segment back ({result.reason})")
+
+
+def judge_worker(worker: WorkerSpec, sharing: Sharing, offer: Offer) -> Line:
+    """Judge what a worker's labels or its answer prove, and whether it takes an arena, which needs no other proof."""
+    name = f"worker {worker.url}"
+    asked = worker.labels.get("mmcopy_endpoint")
+    who = f"{worker.engine or 'unknown engine'}, " + (f"asked over {asked}" if asked else "by its labels")
+    segments = f"reads what uid {os.geteuid()} writes here" if sharing.reason is None else sharing.detail
+    if offer.is_taken:
+        return Line(name, Status.GOOD, f"{who}: takes the arena, auto uses it; {segments}")
+    no_arena = f"no arena ({offer.detail})"
+    if sharing.reason is None:
+        return Line(name, Status.GOOD, f"{who}: {segments}, auto uses segments; {no_arena}")
+    advice = ADVICE.get(sharing.reason, ADVICE[None])
+    return Line(name, Status.WARNING, f"{who}: {segments}; {no_arena}", advice)

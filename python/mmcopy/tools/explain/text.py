@@ -1,0 +1,130 @@
+"""The explanation for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mmcopy.send.delivery import Choice, Delivery, Sharing
+
+from .report import Explanation, LegLines, WorkerLines
+
+__all__ = ["as_json", "as_text"]
+
+NAME_WIDTH, VALUE_WIDTH = 15, 10
+
+
+def as_text(explanation: Explanation) -> str:
+    """A block a worker, each line a name, a value and where it came from."""
+    router = explanation.router
+    blocks = [
+        [
+            "the router, for no worker in particular",
+            _line("mode", router.mode, router.mode_source),
+            _line("shm_min_bytes", router.shm_min_bytes, router.shm_min_bytes_source),
+            *(f"  warning: {text}" for text in explanation.warnings),
+        ]
+    ]
+    blocks += [_worker(lines) for lines in explanation.workers]
+    blocks += [_leg(lines) for lines in explanation.legs]
+    if len(explanation.workers) > 1 and explanation.no_legs:
+        blocks.append([f"no request is served by all of these workers: {explanation.no_legs}"])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def as_json(explanation: Explanation) -> str:
+    """One object: router, workers, legs, warnings."""
+    router = explanation.router
+    return json.dumps(
+        {
+            "router": {
+                "mode": router.mode,
+                "mode_source": router.mode_source,
+                "shm_min_bytes": router.shm_min_bytes,
+                "shm_min_bytes_source": router.shm_min_bytes_source,
+                "proof_max_age_s": explanation.proof_max_age_s,
+            },
+            "workers": [
+                {
+                    "url": lines.worker.url,
+                    "role": lines.worker.role,
+                    "engine": lines.worker.engine,
+                    "fault": lines.fault,
+                    "labels": dict(lines.worker.labels),
+                    **_settings(lines.delivery),
+                    "shares_memory": lines.sharing.reason is None,
+                    "sharing": _sharing(lines.sharing),
+                    "takes_arena": lines.arena.is_taken,
+                    "arena": lines.arena.detail,
+                    "dtypes": {name: {"dtype": d.dtype, "source": d.source} for name, d in lines.dtypes.items()},
+                    "paths": _paths(lines.choices),
+                }
+                for lines in explanation.workers
+            ],
+            "legs": [
+                {
+                    "name": lines.name,
+                    "receivers": [worker.url for worker in lines.delivery.receivers],
+                    **_settings(lines.delivery),
+                    "paths": _paths(lines.choices),
+                }
+                for lines in explanation.legs
+            ],
+            "warnings": list(explanation.warnings),
+        },
+        indent=2,
+    )
+
+
+def _worker(lines: WorkerLines) -> list[str]:
+    worker = lines.worker
+    text = [f"{worker.url}  {worker.engine or 'unknown engine'}, {worker.role}"]
+    if lines.fault:
+        text.append(f"  not asked: {lines.fault}")
+    text += _delivery(lines.delivery)
+    text.append(_line("shares memory", "no" if lines.sharing.reason else "yes", _sharing(lines.sharing)))
+    text.append(_line("takes arena", "yes" if lines.arena.is_taken else "no", lines.arena.detail))
+    text += [_line(f"dtype {name}", dtype.dtype, dtype.source) for name, dtype in lines.dtypes.items()]
+    return text + _ways(lines.choices)
+
+
+def _leg(lines: LegLines) -> list[str]:
+    receivers = ", ".join(worker.url for worker in lines.delivery.receivers)
+    several = "to each of " if lines.delivery.several_readers else "to one of " if "," in receivers else "to "
+    return [f"{lines.name}, {several}{receivers}", *_delivery(lines.delivery), *_ways(lines.choices)]
+
+
+def _delivery(delivery: Delivery) -> list[str]:
+    return [
+        _line("mode", delivery.mode, delivery.mode_source),
+        _line("shm_min_bytes", delivery.shm_min_bytes, delivery.shm_min_bytes_source),
+    ]
+
+
+def _ways(choices: Mapping[str, Choice]) -> list[str]:
+    return [_line(name, choice.path, choice.detail) for name, choice in choices.items()]
+
+
+def _line(name: str, value: object, rest: str) -> str:
+    return f"  {name:<{NAME_WIDTH}} {value!s:<{VALUE_WIDTH}} {rest}".rstrip()
+
+
+def _sharing(sharing: Sharing) -> str:
+    return sharing.detail or "as far as can be told from here"
+
+
+def _settings(delivery: Delivery) -> dict[str, Any]:
+    return {
+        "mode": delivery.mode,
+        "mode_source": delivery.mode_source,
+        "shm_min_bytes": delivery.shm_min_bytes,
+        "shm_min_bytes_source": delivery.shm_min_bytes_source,
+    }
+
+
+def _paths(choices: Mapping[str, Choice]) -> dict[str, dict[str, str | None]]:
+    return {
+        name: {"path": choice.path, "reason": choice.reason, "detail": choice.detail}
+        for name, choice in choices.items()
+    }

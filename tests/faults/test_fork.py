@@ -1,0 +1,197 @@
+"""fork under load: children own nothing, hang nowhere, and keep neither side alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from mmcopy import Inline, Receiver, TensorData, TransportConfig, WorkerSpec, _native
+from mmcopy import Sender as PlainSender
+from mmcopy.endpoint import SenderLink, WorkerEndpoint
+from mmcopy.errors import ClosedError
+from mmcopy.send.outgoing import StreamingSend
+from tests.rigs.fault_rig import LIMIT_S, MIB, Failed, House, Sender, Worker, house
+from tests.rigs.waiting import settle
+
+__all__ = ["house"]
+
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+
+@contextlib.contextmanager
+def load(sender: Sender, *workers: Worker) -> Iterator[None]:
+    """Round trips on two threads a worker meanwhile; every byte must be right."""
+    stopping = threading.Event()
+    problems: list[str] = []
+    rounds: list[int] = []
+
+    def run(worker: Worker, first_seed: int) -> None:
+        seed = first_seed
+        while not stopping.is_set():
+            seed += 1
+            nbytes = 1 + seed * 7919 % 60_000
+            told = sender.send(worker, nbytes=nbytes, seed=seed)
+            if not worker.receive(told, seeds=[seed]):
+                problems.append(f"{told['path']} of {nbytes} bytes with wrong bytes")
+            rounds.append(nbytes)
+
+    threads = [
+        threading.Thread(target=run, args=(worker, 10_000 * n))
+        for n, worker in enumerate(worker for worker in workers for _ in range(2))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert problems == []
+    assert rounds
+
+
+def is_alive(pid: int) -> bool:
+    """And no zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_children_under_load_own_nothing_and_hang_nowhere(house: House) -> None:
+    workers = [house.worker(f"grpc://{n}") for n in range(2)]
+    sender = house.sender(*workers, arena_bytes=8 * MIB)
+    lease = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[workers[0].address])
+    held = sender.ask("send_and_note", nbytes=6000, seed=3, workers=[worker.address for worker in workers])
+    assert (lease["path"], held["path"]) == ("lease", "lease")
+    with load(sender, *workers):
+        for _ in range(8):
+            for process in (sender, workers[0]):
+                _, problems = process.ask("fork", stays=False)
+                assert problems == []
+    assert workers[0].receive(lease, held, seeds=[1, 3])
+    assert workers[1].receive(held, seeds=[3])
+    sender.check_books()
+
+
+def test_a_child_takes_no_segment_of_its_parent_back(house: House) -> None:
+    worker = house.worker("grpc://w")
+    sender = house.sender(worker, arena_bytes=0)
+    told = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[worker.address])
+    assert told["path"] == "segment"
+    assert sender.ask("fork", stays=False)[1] == []
+    assert worker.receive(told, seeds=[1])
+
+
+def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
+    victim, witness = house.worker("grpc://victim"), house.worker("grpc://witness")
+    sender = house.sender(victim, witness, arena_bytes=8 * MIB)
+    unread = sender.send(victim, witness, nbytes=50_000, seed=1)
+    segment_sender = house.sender(witness, arena_bytes=0)
+    left = segment_sender.send(witness, nbytes=50_000, seed=2)
+    children = []
+    try:
+        with load(sender, victim, witness):
+            for process in (sender, victim, segment_sender):
+                child, problems = process.ask("fork", stays=True)
+                children.append(child)
+                assert problems == []
+        victim.kill()
+        assert settle(lambda: sender.ask("statistics")["consumers"] == 1)
+        assert witness.receive(unread, seeds=[1])
+        sender.check_books()
+        lost = sender.send(witness, nbytes=50_000, seed=3)
+        sender.kill()
+        assert settle(lambda: witness.ask("held") == [])
+        with pytest.raises(Failed, match="LeaseUnknownArenaError"):
+            witness.receive(lost, seeds=[3])
+        # The lock of a killed sender is free, too: the next one removes its segments.
+        segment_sender.kill()
+        heir = house.sender(witness, arena_bytes=0)
+        heir.ask("cancel", told=heir.send(witness, nbytes=10, seed=1))
+        assert heir.ask("metrics")["segments_removed"]["swept"] == 1
+        with pytest.raises(Failed, match="SegmentNotFoundError"):
+            witness.receive(left, seeds=[2])
+        assert all(is_alive(child) for child in children)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    assert settle(lambda: not any(is_alive(child) for child in children))
+
+
+def test_a_child_forked_during_a_hand_over_does_not_keep_the_worker_alive(house: House) -> None:
+    worker = house.worker("grpc://w")
+    arena = _native.Arena(2 * MIB)
+    link = SenderLink.connect(worker.address[1], timeout_s=LIMIT_S)
+    child = 0
+    try:
+        worker.stop()
+        with ThreadPoolExecutor(1) as threads:
+            handed_over = threads.submit(arena.hand_over, link.native, timeout_s=LIMIT_S)
+            files = pathlib.Path("/proc/self/fd")
+            names = lambda: [str(fd.readlink()) for fd in files.iterdir() if fd.is_symlink()]  # noqa: E731
+            assert settle(lambda: any("mmcopy-arena-marks" in name for name in names()))
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            worker.go_on()
+            handed_over.result(LIMIT_S)
+        assert arena.statistics()["consumers"] == 1
+        worker.kill()
+        assert settle(lambda: arena.statistics()["consumers"] == 0)
+        assert is_alive(child)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        link.close()
+        arena.close(LIMIT_S)
+
+
+def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
+    """A stream and a reservation, inherited: the child waits for nothing and commits nothing."""
+    with (
+        WorkerEndpoint(tmp_path / "s") as endpoint,
+        Receiver("cpu", framework="numpy", endpoint=endpoint) as receiver,
+        PlainSender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB) as sender,
+    ):
+        spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
+        sender.prove(spec, timeout_s=LIMIT_S)
+        reserved = sender.reserve((5,), "uint8", worker=spec)
+        assert reserved.array is not None
+        reserved.array[:] = range(5)
+        never: Future[None] = Future()
+        stream = StreamingSend(TensorData("uint8", (1,), Inline(b"a")), never)
+        child = os.fork()
+        if child == 0:
+            problems = 0
+            try:
+                for call in (stream.wait, reserved.commit):
+                    try:
+                        call()
+                        problems += 1
+                    except ClosedError:
+                        pass
+                problems += not stream.done()
+                with stream:
+                    pass
+                with contextlib.suppress(KeyError), reserved:
+                    raise KeyError
+                del reserved
+                os._exit(problems)
+            finally:
+                os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        never.set_result(None)
+        assert stream.wait() is stream.data
+        assert receiver.receive(reserved.commit()).tolist() == [0, 1, 2, 3, 4]
+        assert settle(lambda: sender.leases_out == 0)

@@ -1,0 +1,342 @@
+"""Direct copies out of real leases, on a device that the test plays: late, in order, on a thread of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmcopy import Inline, Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native
+from mmcopy.endpoint import WorkerEndpoint
+from mmcopy.errors import LeaseAbortedError, LeaseTimeoutError
+from mmcopy.metrics import Counter
+from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
+from mmcopy.receive.leases import LeaseOpener, LeaseRequest, LeaseSource
+from mmcopy.receive.sources import SourceOpener
+from tests.rigs.waiting import settle
+
+MIB = 1 << 20
+
+
+class Passed:
+    """An event behind what was queued before it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.broken = False
+
+    def query(self) -> bool:
+        if self.broken:
+            raise ConnectionError("the device is broken")
+        return self.reached.is_set()
+
+
+class Device:
+    """A copy stream: what is queued happens later, in order, on another thread, while ``gate`` is open."""
+
+    def __init__(self, *, writes_words: bool) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.writes_words = writes_words
+        self.copies: list[Run] = []
+        self.words = 0
+        self.events: list[Passed] = []
+        self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def copy_all(self, runs: Sequence[Run]) -> None:
+        self.copies.extend(runs)
+        self._work.put(lambda: [ctypes.memmove(*run) for run in runs])
+
+    def write_word(self, address: int, value: int) -> bool:
+        if self.writes_words:
+            self.words += 1
+            self._work.put(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
+        return self.writes_words
+
+    def new_event(self) -> Passed:
+        self.events.append(Passed())
+        self._work.put(self.events[-1].reached.set)
+        return self.events[-1]
+
+    def bind_thread(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.gate.set()
+        done = threading.Event()
+        self._work.put(done.set)
+        assert done.wait(20)
+
+    def close(self) -> None:
+        self.finish()
+        self._work.put(None)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            assert self.gate.wait(20)
+            work()
+
+
+class Rig:
+    """A sender with an arena, a worker's endpoint, and direct copies onto one played device."""
+
+    def __init__(self, directory: pathlib.Path, *, writes_words: bool, limit_s: float = 20.0) -> None:
+        self.metrics = Metrics()
+        self.endpoint = WorkerEndpoint(directory)
+        self.worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": self.endpoint.path})
+        self.sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2)
+        self.sender.prove(self.worker, timeout_s=20)
+        leases = LeaseOpener(self.endpoint, self.metrics, timeout_s=20)
+        self.opener = SourceOpener("/dev/shm", ["mmcopy-"], self.metrics, leases=leases)
+        self.device = Device(writes_words=writes_words)
+        self.direct = DirectCopies(self.device, timeout_s=limit_s, metrics=self.metrics)
+        self.when_queued: list[int] = []
+        self._kept: list[np.ndarray[Any, Any]] = []  # a test may end before its copies
+
+    def open(self, *items: TensorData) -> list[LeaseSource]:
+        sources = self.opener.open_all(items)
+        return [source for source in sources if isinstance(source, LeaseSource)]
+
+    def send(self, *arrays: np.ndarray[Any, Any]) -> list[LeaseSource]:
+        return self.open(*self.sender.send_many(arrays, worker=self.worker))
+
+    def unwritten(self, nbytes: int) -> tuple[LeaseSource, _native.LeaseWriter]:
+        """A lease of which nothing is there yet, and its writer."""
+        arena = self.sender._arena.native
+        assert arena is not None
+        (writer,) = arena.take([nbytes], [0], timeout_s=5.0)
+        handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
+        (source,) = self.open(TensorData("uint8", (nbytes,), handle))
+        return source, writer
+
+    def run(self, readings: list[Reading], *, is_packed: bool = True) -> None:
+        self.direct.run(readings, is_packed=is_packed, when_queued=self.queued)
+
+    def dest(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        self._kept.append(np.zeros(nbytes, np.uint8))
+        return self._kept[-1]
+
+    def queued(self) -> None:
+        self.when_queued.append(len(self.device.copies))
+
+    @property
+    def leases_out(self) -> int:
+        return self.sender.leases_out
+
+    def close(self) -> None:
+        self.device.finish()
+        self.direct.close(time.monotonic() + 20)
+        self.device.close()
+        assert settle(lambda: self.leases_out == 0)
+        self.sender.close()
+        self.endpoint.close()
+
+
+@pytest.fixture(params=[True, False], ids=["stream marks", "event marks"])
+def rig(
+    request: pytest.FixtureRequest, tmp_path: pathlib.Path, nothing_left_open: None, segments: Callable[[], list[str]]
+) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "s", writes_words=request.param)
+    yield rig
+    rig.close()
+    assert segments() == []
+
+
+def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
+
+
+def test_parts_of_leases_are_copied_and_nothing_else(rig: Rig) -> None:
+    arrays = [random_bytes(n) for n in (70_001, 5, 3000, 1)]
+    sources = rig.send(*arrays)
+    dest = rig.dest(200_000)
+    at = dest.ctypes.data
+    parts = [(0, 69_000, 1001, 0), (1, 0, 5, 1024), (2, 100, 2000, 2048), (0, 17, 50_000, 100_096), (3, 1, 0, 9)]
+    rig.run([(sources[n], start, nbytes, at + to) for n, start, nbytes, to in parts])
+    rig.device.finish()
+    wanted = np.zeros_like(dest)
+    for n, start, nbytes, to in parts:
+        wanted[to : to + nbytes] = arrays[n][start : start + nbytes]
+    assert (dest == wanted).all()
+    assert rig.when_queued == [4]
+    rig.opener.close(sources, "received")  # the one of which nothing was read
+
+
+def test_neighbours_are_one_copy_also_where_a_window_cuts_them(rig: Rig) -> None:
+    sources = rig.send(random_bytes(1000), random_bytes(513), random_bytes(4096))
+    dest = rig.dest(8192)
+    at = dest.ctypes.data
+    rig.run([(sources[0], 256, 744, at), (sources[1], 0, 513, at + 768), (sources[2], 0, 1000, at + 1536)])
+    assert [run.nbytes for run in rig.device.copies] == [2536]
+    rig.run([], is_packed=True)
+    assert rig.when_queued == [1, 1]
+
+
+def test_a_lease_of_two_copies_goes_back_once_and_behind_the_last(rig: Rig) -> None:
+    rig.device.gate.clear()
+    sources = rig.send(random_bytes(100_000), random_bytes(10))
+    dest = rig.dest(200_000)
+    at = dest.ctypes.data
+    begun: list[LeaseSource] = []
+    readings = [(sources[0], 0, 1000, at), (sources[1], 0, 10, at + 1024)]
+    rig.direct.copy(readings, begun, is_packed=True, when_queued=rig.queued)
+    assert (rig.device.words, rig.device.events) == (0, [])
+    rig.direct.copy([(sources[0], 50_000, 50_000, at + 2048)], begun, is_packed=True, when_queued=rig.queued)
+    rig.direct.mark(begun)
+    rig.opener.close(sources, "received")  # as a receiver does, while the copies wait
+    assert rig.leases_out == 2
+    rig.device.finish()
+    assert settle(lambda: rig.leases_out == 0)
+    assert rig.metrics.get(Counter.LEASES_RELEASED, "received") == 2
+    assert rig.device.words == (2 if rig.device.writes_words else 0)
+
+
+def test_a_lease_that_is_being_written_is_followed(rig: Rig) -> None:
+    array = random_bytes(9 * MIB + 3)
+    source, writer = rig.unwritten(len(array))
+    dest = rig.dest(5 * MIB)
+    timer = threading.Timer(0.1, lambda: (writer.write(array), writer.commit()))
+    timer.start()
+    rig.run([(source, 4 * MIB + 1, 5 * MIB, dest.ctypes.data)])
+    timer.join()
+    rig.device.finish()
+    assert (dest == array[4 * MIB + 1 :][: 5 * MIB]).all()
+
+
+class HalfWritten:
+    """A lease whose sender stands still behind ``written`` bytes, of which the first look saw ``seen``."""
+
+    name = "played"
+    mark = (0, 1)
+
+    def __init__(self, written: int, seen: int) -> None:
+        self._written = written
+        self._seen = seen
+        self.handed_on = 0
+
+    def written(self) -> int:
+        return self._seen
+
+    def wait_written(self, upto: int, timeout_s: float) -> int:
+        if upto > self._written:
+            raise LeaseTimeoutError(f"{self._written} of {upto} bytes")
+        return self._written
+
+    def hand_on(self) -> bool:
+        self.handed_on += 1
+        return True
+
+    def release(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("seen", [0, 2000, MIB])
+def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None:
+    queued: list[Run] = []
+
+    class Link:
+        def copy_all(self, runs: Sequence[Run]) -> None:
+            queued.extend(runs)
+
+        def write_word(self, address: int, value: int) -> bool:
+            return True
+
+        def new_event(self) -> Passed:
+            raise AssertionError
+
+        def bind_thread(self) -> None:
+            raise AssertionError
+
+    lease: Any = HalfWritten(MIB, seen)
+    data = TensorData("uint8", (4 * MIB,), Inline(bytes(4 * MIB)))
+    request = LeaseRequest(None, Metrics(), deadline=0.0)
+    source = LeaseSource(data, None, lease, 1 << 40, request)  # type: ignore[arg-type]
+    direct = DirectCopies(Link(), timeout_s=1.0, metrics=Metrics())
+    direct.run([(source, 1000, MIB - 1001, 7)], is_packed=True, when_queued=lambda: None)
+    assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
+    assert lease.handed_on == 1
+    with pytest.raises(LeaseTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
+        direct.run([(source, MIB - 1, 2, 7)], is_packed=True, when_queued=lambda: None)
+    assert (len(queued), lease.handed_on) == (1, 2)
+
+
+def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
+    rig.device.gate.clear()
+    whole, untouched = rig.send(random_bytes(2 * MIB), random_bytes(7))
+    given_up, writer = rig.unwritten(MIB)
+    timer = threading.Timer(0.1, writer.abort)
+    timer.start()
+    dest = rig.dest(2 * MIB)
+    at = dest.ctypes.data
+    with pytest.raises(LeaseAbortedError):
+        rig.run([(whole, 0, 2 * MIB, at), (given_up, 5, 10, at)])
+    timer.join()
+    del writer
+    rig.opener.close([whole, given_up, untouched], "released")
+    assert settle(lambda: rig.leases_out == 2)  # the copy of the first, and what reads the second, may still run
+    rig.device.finish()
+    assert (dest == random_bytes(2 * MIB)).all()
+    assert settle(lambda: rig.leases_out == 0)
+
+
+@pytest.fixture
+def impatient(tmp_path: pathlib.Path, nothing_left_open: None, segments: Callable[[], list[str]]) -> Iterator[Rig]:
+    """Its thread gives copies 0.1 s."""
+    rig = Rig(tmp_path / "s", writes_words=False, limit_s=0.1)
+    yield rig
+    rig.close()
+    assert segments() == []
+
+
+def test_leases_of_copies_that_do_not_end_are_kept_until_they_do(
+    impatient: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the thread goes on: what the next receive reads is waited for, too."""
+    rig = impatient
+    rig.device.gate.clear()
+    for num_leases in (3, 2):
+        sources = rig.send(*(random_bytes(1000, n) for n in range(num_leases)))
+        dest = rig.dest(1000).ctypes.data
+        rig.run([(source, 0, 1000, dest) for source in sources])
+        rig.opener.close(sources, "received")
+    said = "copies out of an arena have not ended within 0.1 s: {} leases are kept until they have"
+    assert settle(lambda: [r.getMessage() for r in caplog.records] == [said.format(3), said.format(2)])
+    assert rig.leases_out == 5
+    rig.device.gate.set()
+    assert settle(lambda: rig.leases_out == 0)
+    assert rig.metrics.get(Counter.LEASES_RELEASED, "received") == 5
+
+
+def test_late_leases_go_back_at_the_latest_with_close(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = impatient
+    rig.device.gate.clear()
+    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    assert settle(lambda: len(caplog.records) == 1)
+
+
+def test_a_broken_device_reads_no_lease_any_more(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig = impatient
+    rig.device.gate.clear()
+    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    assert rig.leases_out == 1
+    rig.device.events[0].broken = True
+    assert settle(lambda: rig.leases_out == 0)
+    assert "asking for the end of copies" in caplog.text
+    caplog.clear()  # its traceback keeps the lease
+
+
+def test_runs_merge_only_over_the_same_small_gap() -> None:
+    runs = [Run(0, 1000, 100), Run(256, 1256, 10), Run(266, 1266, 4), Run(600, 1700, 5), Run(605, 1705, 5)]
+    assert merge_runs(runs, max_gap_bytes=255) == [Run(0, 1000, 270), Run(600, 1700, 10)]
+    assert merge_runs(runs, max_gap_bytes=0) == [Run(0, 1000, 100), Run(256, 1256, 14), Run(600, 1700, 10)]

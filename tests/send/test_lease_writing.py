@@ -1,0 +1,144 @@
+"""Leases that are announced before they are written: streams and reservations, committed, failed, taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmcopy import Sender, ShmHandle, TensorData, TransportConfig
+from mmcopy.errors import ClosedError, LeaseAbortedError, LeaseStaleError
+from tests.rigs.lease_side import MIB, Side, is_empty, random_bytes, sender, side, sockets, statistics
+from tests.rigs.waiting import settle
+
+__all__ = ["sender", "side", "sockets"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("nothing_left_open")
+
+
+def test_a_stream_is_received_while_it_is_written(sender: Sender, side: Side) -> None:
+    array = random_bytes(9 * MIB + 5)
+    sending = sender.send_streaming(array, worker=side.spec)
+    assert sending.data.path == "lease"
+    assert side.receiver.receive(sending.data).tobytes() == array.tobytes()
+    assert sending.wait(20) is sending.data
+    assert sending.done()
+
+
+def test_without_an_arena_a_stream_is_an_ordinary_send(side: Side, segments: Callable[[], list[str]]) -> None:
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1), arena_bytes=0) as plain:
+        plain.prove(side.spec, timeout_s=20)
+        sending = plain.send_streaming(random_bytes(1000), worker=side.spec)
+        assert sending.done()
+        assert sending.wait().path == "segment"
+        assert side.receiver.receive(sending.data).tobytes() == random_bytes(1000).tobytes()
+        with plain.reserve((3, 2), "int32", worker=side.spec) as reserved:
+            assert reserved.array is not None
+            reserved.array[:] = [[1, 2], [3, 4], [5, 6]]
+        assert reserved.data is not None
+        assert reserved.data.path == "segment"
+        assert side.receiver.receive(reserved.data).tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_a_reservation_is_the_memory_itself(sender: Sender, side: Side) -> None:
+    with sender.reserve((2, 3), "float32", worker=side.spec) as reserved:
+        assert reserved.array is not None
+        reserved.array[:] = np.arange(6).reshape(2, 3)
+    assert reserved.data is not None
+    assert reserved.data.path == "lease"
+    assert side.receiver.receive(reserved.data).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ClosedError):
+        reserved.commit()
+
+
+def test_a_reservation_is_given_back_when_it_fails_or_is_forgotten(sender: Sender, side: Side) -> None:
+    with pytest.raises(KeyError), sender.reserve((MIB,), "uint8", worker=side.spec):
+        raise KeyError("the preprocessor")
+    assert settle(lambda: is_empty(sender))
+    reserved = sender.reserve((MIB,), "uint8", worker=side.spec)
+    assert statistics(sender)["leases_out"] == 1
+    del reserved
+    assert settle(lambda: is_empty(sender))
+
+
+def test_a_reservation_that_is_not_handed_over_is_taken_back_with_its_array_still_there(
+    sender: Sender, side: Side
+) -> None:
+    reserved = sender.reserve((MIB,), "uint8", worker=side.spec)
+    array = reserved.array
+    data = reserved.commit()
+    with pytest.raises(KeyError), sender.guard(data):
+        raise KeyError("the call to the worker")
+    with pytest.raises(LeaseStaleError):
+        side.receiver.receive(data)
+    assert statistics(sender)["leases_out"] == 1  # it could still be written to
+    del array
+    assert settle(lambda: is_empty(sender))
+
+
+def test_a_failed_writer_is_the_receivers_error(sender: Sender, side: Side) -> None:
+    arena = sender._arena.native
+    assert arena is not None
+    (writer,) = arena.take([2 * MIB], [0], timeout_s=1.0)
+    handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
+    timer = threading.Timer(0.1, writer.abort)
+    timer.start()
+    with pytest.raises(LeaseAbortedError):
+        side.receiver.receive(TensorData("uint8", (2 * MIB,), handle))
+    timer.join()
+    del writer
+
+
+def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side) -> None:
+    """It would make threads that nobody ends."""
+    sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=4 * MIB)
+    sender.prove(side.spec, timeout_s=20)
+    go, write = threading.Event(), sender._dispatch.write
+
+    def wait_and_write(*what: Any) -> None:
+        assert go.wait(20)
+        write(*what)
+
+    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    sending = sender.send_streaming(random_bytes(1000), worker=side.spec)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    try:
+        assert settle(lambda: sender._writers is None)
+        with pytest.raises(ClosedError):
+            sender.send_streaming(random_bytes(1000), worker=side.spec)
+    finally:
+        go.set()
+        side.receiver.receive(sending.data)
+        closing.join(20)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mmcopy-send")]
+
+
+def test_a_stream_is_taken_back_while_it_is_written(sender: Sender, side: Side) -> None:
+    """As by a guard whose call fails at once: the writing goes on, and nobody can claim what is written."""
+    go, write = threading.Event(), sender._dispatch.write
+
+    def wait_and_write(*what: Any) -> None:
+        assert go.wait(20)
+        write(*what)
+
+    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    array = random_bytes(100_001)
+    sending, claimed = (sender.send_streaming(array, worker=side.spec) for _ in range(2))
+    received = side.receiver.receive_async(claimed.data)
+    try:
+        assert settle(lambda: statistics(sender)["held"][0] == 2)
+        with pytest.raises(KeyError), sender.guard(sending.data):
+            raise KeyError
+        with pytest.raises(LeaseStaleError):
+            side.receiver.receive(sending.data)
+        assert statistics(sender)["held"][0] == 1
+    finally:
+        go.set()
+    sending.wait(20)
+    assert np.array_equal(received.wait(20), array)
+    assert settle(lambda: is_empty(sender))
+    assert not sender.cancel(sending.data)
