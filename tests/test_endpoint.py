@@ -236,7 +236,7 @@ def test_forked_children_keep_neither_side_alive(
     forking = """
     import os, sys, time
     from mmcopy.endpoint import SenderLink, WorkerEndpoint
-    from mmcopy import ClosedError
+    from mmcopy.errors import ClosedError
     endpoint = WorkerEndpoint(sys.argv[1], shm_dir=sys.argv[2])
     link = SenderLink.connect(sys.argv[3], timeout_s=20)
     child = os.fork()

@@ -17,7 +17,8 @@ LIMIT_BYTES = 256 << 20
 SCRIPT = """
 import os, pathlib, sys
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from mmcopy import ArenaMemoryError, _native
+from mmcopy import _native
+from mmcopy.errors import ArenaMemoryError
 try:
     _native.Arena(512 << 20)
 except ArenaMemoryError as error:

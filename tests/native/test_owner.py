@@ -206,7 +206,8 @@ def test_what_is_not_ours_stays(shm_dir: pathlib.Path) -> None:
 
 FORK = """
 import os, sys
-from mmcopy import ClosedError, _native
+from mmcopy import _native
+from mmcopy.errors import ClosedError
 shm_dir, how = sys.argv[1:]
 owner = _native.SegmentOwner(shm_dir)
 name = owner.next_name()

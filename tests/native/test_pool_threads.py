@@ -118,7 +118,8 @@ def test_idle_threads_sleep(pool: _native.CopyPool) -> None:
 
 FORK = """
 import os, sys
-from mmcopy import ClosedError, _native
+from mmcopy import _native
+from mmcopy.errors import ClosedError
 pool = _native.CopyPool(2)
 slots = [bytearray(1 << 20) for _ in range(8)]
 job = pool.start([bytes(1 << 20)], slots, [(i, 0, 0, 0, 1 << 20) for i in range(8)])

@@ -190,7 +190,8 @@ def test_any_other_failure_has_its_errno(shm_dir: pathlib.Path) -> None:
 
 SMALL = """
 import json, os, sys
-from mmcopy import NoSpaceError, _native
+from mmcopy import _native
+from mmcopy.errors import NoSpaceError
 outcomes = []
 for kwargs in ({}, {"src_dtype": "uint8", "dst_dtype": "bfloat16", "num_threads": 2}):
     try:

@@ -393,7 +393,7 @@ def test_a_receiver_that_cannot_is_a_warning(shm_dir: pathlib.Path) -> None:
 
 SCRIPT = """
 import logging
-from tests.encoder_fakes import PLAIN, Model
+from tests.rigs.encoder_fakes import PLAIN, Model
 import mmcopy
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 mmcopy.prewarm(Model(), role="aggregated", device="cpu", family=PLAIN)

@@ -226,7 +226,7 @@ def test_it_needs_numpy_alone(segments: Added) -> None:
     import sys
     for name in ("torch", "cupy", "rich", "matplotlib"):
         sys.modules[name] = None
-    from mmcopy.cli import main
+    from mmcopy.tools.cli import main
     sys.exit(main(["bench", "h2d", "--sizes", "4KiB", "--batches", "none", "--repeats", "1", "--json"]))
     """
     done = subprocess.run(

@@ -101,8 +101,8 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(
 def test_wrong_bytes_on_one_rank_end_the_benchmark(segments: Added, tmp_path: pathlib.Path) -> None:
     script = """
     import sys
-    import mmcopy.receiver
-    from mmcopy.cli.bench_rank import main
+    import mmcopy.receive.receiver
+    from mmcopy.tools.cli.bench_rank import main
     receive = mmcopy.receive.receiver.Receiver.receive
     def spoiled(self, items, **options):
         tensors = receive(self, items, **options)

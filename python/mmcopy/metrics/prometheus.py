@@ -1,6 +1,6 @@
 """The counters for Prometheus. Needs ``pip install 'mmcopy[metrics]'``.
 
-    from mmcopy.prometheus import expose
+    from mmcopy.metrics.prometheus import expose
     expose(sender.metrics)                 # once; prometheus_client's own registry serves it from then on
 
 What SMG's gateway counts too has SMG's names and labels, so one dashboard shows both: ``smg_mm_tensors_total`` and
