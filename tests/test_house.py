@@ -77,7 +77,7 @@ def named_after_nothing(root: pathlib.Path) -> list[str]:
     """Files and folders called utils, common, helpers or the like."""
     return [
         str(path.relative_to(root))
-        for folder in ("python", "rust", "tests", "benches", "examples", "tools")
+        for folder in ("python", "rust", "tests", "benches", "examples")
         for path in sorted((root / folder).rglob("*"))
         if re.fullmatch(r"_?(utils?|common|helpers?|misc)", path.name.split(".")[0])
     ]
