@@ -76,6 +76,7 @@ mod sync;
 mod table;
 mod writing;
 
+pub use budget::{Available, GroupLimit, MemoryBudget};
 pub use fault::Fault;
 pub use group::{Part, write_all};
 pub use handle::{LEASE_PREFIX, LeaseHandle};

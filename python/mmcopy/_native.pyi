@@ -12,7 +12,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex, final
+from typing import Any, Final, Self, SupportsIndex, TypedDict, final, type_check_only
 
 from typing_extensions import Buffer
 
@@ -34,10 +34,12 @@ __all__ = [
     "SenderLink",
     "WorkerEndpoint",
     "__version__",
+    "available_cores",
     "cast_into",
     "copy_into",
     "is_lease_name",
     "lease_arena_id",
+    "memory_budget",
     "shm_namespace_id",
     "sweep",
     "unlink_segment",
@@ -60,11 +62,32 @@ GIL_RELEASE_BYTES: Final[int]
 LEASE_PREFIX: Final[str]
 """What the names of leases begin with. No segment's name does."""
 
+@type_check_only
+class MemoryBudget(TypedDict):
+    """Bytes; None where the kernel does not say, or nothing limits."""
+
+    available: int | None
+    """The least that the machine and every control group of this process up to the root have left."""
+    limited_by: str | None
+    """Which of them that is."""
+    machine: int | None
+    """MemAvailable of the machine."""
+    limit: int | None
+    """The limit of the control group that has least left."""
+    used: int | None
+    """What that group uses, without file pages that were not used lately: the kernel gives those up first."""
+
 def shm_namespace_id(shm_dir: str | os.PathLike[str] = "/dev/shm") -> str:
     """Which shared-memory file system ``shm_dir`` is on: ``"<boot id>:<st_dev>"``, ``""`` when unknown.
 
     Two processes with equal, non-empty ids see each other's files, also in different containers.
     """
+
+def memory_budget(proc: str | os.PathLike[str] = "/proc") -> MemoryBudget:
+    """What limits this process's memory, read as an arena's size is checked against it. Never raises."""
+
+def available_cores() -> int:
+    """Cores that this process can keep busy: its affinity and its control group's quota, rounded down, at least 1."""
 
 def validate_segment_name(name: str) -> str:
     """``name`` without ``/`` in front, when it is one path component of at most 255 bytes without NUL.

@@ -12,9 +12,45 @@ const UNLIMITED: u64 = 1 << 60;
 
 /// What is available, and what limits it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Available {
-    pub(super) nbytes: u64,
-    pub(super) limited_by: String,
+pub struct Available {
+    /// Bytes that are left.
+    pub nbytes: u64,
+    /// The machine's or the group's reading, in words.
+    pub limited_by: String,
+}
+
+/// A control group's memory limit, and what the group uses of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupLimit {
+    /// The limit itself.
+    pub limit_nbytes: u64,
+    /// Without file pages that were not used lately: the kernel gives those up first.
+    pub used_nbytes: u64,
+}
+
+/// What limits this process's memory. `None` where the kernel does not say, or nothing limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryBudget {
+    /// The least that the machine and every control group up to the root have left.
+    pub available: Option<Available>,
+    /// MemAvailable of the machine.
+    pub machine_nbytes: Option<u64>,
+    /// The control group that has least left.
+    pub group: Option<GroupLimit>,
+}
+
+impl MemoryBudget {
+    /// Reads the budget of this process; `proc` is where procfs is mounted.
+    pub fn read(proc: &Path) -> Self {
+        let machine_nbytes = machine(proc);
+        let machine =
+            machine_nbytes.map(|nbytes| Available { nbytes, limited_by: "MemAvailable of the machine".to_owned() });
+        let group =
+            folders(proc).iter().filter_map(|folder| group(folder)).min_by_key(|(available, _)| available.nbytes);
+        let (group_available, group) = group.unzip();
+        let available = machine.into_iter().chain(group_available).min_by_key(|available| available.nbytes);
+        Self { available, machine_nbytes, group }
+    }
 }
 
 /// Refuses more than there is. `None`: nothing is known, and nothing refused.
@@ -32,23 +68,16 @@ pub(super) fn check(wanted_nbytes: u64, available: Option<&Available>) -> Result
     })
 }
 
-/// The least of what the machine and each control group on the way to the root have left.
-pub(super) fn available(proc: &Path) -> Option<Available> {
-    let machine = machine(proc);
-    let groups = folders(proc);
-    let groups = groups.iter().filter_map(|folder| group(folder));
-    machine.into_iter().chain(groups).min_by_key(|available| available.nbytes)
-}
-
-fn machine(proc: &Path) -> Option<Available> {
+/// MemAvailable of /proc/meminfo, in bytes.
+fn machine(proc: &Path) -> Option<u64> {
     let text = std::fs::read_to_string(proc.join("meminfo")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(Available { nbytes: kibibytes.saturating_mul(1024), limited_by: "MemAvailable of the machine".to_owned() })
+    Some(kibibytes.saturating_mul(1024))
 }
 
-/// What one group has left. Its file pages that nobody has used lately would be given up first, so they count as free.
-fn group(folder: &Path) -> Option<Available> {
+/// What one group has left, and its limit.
+fn group(folder: &Path) -> Option<(Available, GroupLimit)> {
     let number = |name: &str| read_number(&folder.join(name));
     let (limit_name, limit, used, cache_key) = match number("memory.max") {
         Some(limit) => ("memory.max", limit, number("memory.current"), "inactive_file"),
@@ -64,7 +93,8 @@ fn group(folder: &Path) -> Option<Available> {
     let cache = statistics.lines().find_map(|line| line.strip_prefix(cache_key)?.strip_prefix(' ')?.parse().ok());
     let used = used.unwrap_or(0).saturating_sub(cache.unwrap_or(0));
     let limited_by = format!("{limit_name} {limit} of {}", folder.display());
-    Some(Available { nbytes: limit.saturating_sub(used), limited_by })
+    let available = Available { nbytes: limit.saturating_sub(used), limited_by };
+    Some((available, GroupLimit { limit_nbytes: limit, used_nbytes: used }))
 }
 
 fn read_number(path: &Path) -> Option<u64> {
@@ -135,7 +165,10 @@ mod tests {
             ("cgroup/pod/memory.stat", "anon 1\ninactive_file 52428800\n"),
             ("cgroup/pod/container/memory.max", "max\n"),
         ]);
-        let found = available(&root.path().join("proc")).unwrap();
+        let budget = MemoryBudget::read(&root.path().join("proc"));
+        assert_eq!(budget.machine_nbytes, Some(8 << 30));
+        assert_eq!(budget.group, Some(GroupLimit { limit_nbytes: 256 * MIB, used_nbytes: 50 * MIB }));
+        let found = budget.available.unwrap();
         assert_eq!(found.nbytes, 206 * MIB);
         assert!(found.limited_by.ends_with("/cgroup/pod"), "{}", found.limited_by);
         let refused = check(512 * MIB, Some(&found)).unwrap_err();
@@ -154,7 +187,8 @@ mod tests {
             ("memory/memory.limit_in_bytes", "536870912\n"),
             ("memory/memory.usage_in_bytes", "4096\n"),
         ]);
-        assert_eq!(available(&root.path().join("proc")).unwrap().nbytes, 512 * MIB - 4096);
+        let budget = MemoryBudget::read(&root.path().join("proc"));
+        assert_eq!(budget.available.unwrap().nbytes, 512 * MIB - 4096);
     }
 
     #[test]
@@ -165,14 +199,17 @@ mod tests {
             ("proc/self/mountinfo", "30 23 0:26 / ROOT/memory rw - cgroup cgroup rw,memory\n"),
             ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
         ]);
-        let found = available(&root.path().join("proc")).unwrap();
+        let budget = MemoryBudget::read(&root.path().join("proc"));
+        assert_eq!(budget.group, None);
+        let found = budget.available.unwrap();
         assert_eq!((found.nbytes, found.limited_by.as_str()), (1 << 30, "MemAvailable of the machine"));
-        assert_eq!(available(&root.path().join("missing")), None);
+        let nothing = MemoryBudget { available: None, machine_nbytes: None, group: None };
+        assert_eq!(MemoryBudget::read(&root.path().join("missing")), nothing);
         assert_eq!(check(u64::MAX, None), Ok(()));
     }
 
     #[test]
     fn this_machine_says_something() {
-        assert!(available(Path::new("/proc")).unwrap().nbytes > MIB);
+        assert!(MemoryBudget::read(Path::new("/proc")).available.unwrap().nbytes > MIB);
     }
 }

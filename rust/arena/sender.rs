@@ -75,7 +75,7 @@ impl Arena {
         let (data_nbytes, num_leases) = checked(options)?;
         let wanted_nbytes = data_nbytes as u64 + layout::control_nbytes(num_leases) as u64;
         if options.huge_pages != HugePages::Reserved {
-            budget::check(wanted_nbytes, budget::available(Path::new("/proc")).as_ref())?;
+            budget::check(wanted_nbytes, budget::MemoryBudget::read(Path::new("/proc")).available.as_ref())?;
         }
         let failed =
             |errno: rustix::io::Errno| Fault::Io { operation: "getrandom", errno: errno.raw_os_error(), nbytes: 8 };

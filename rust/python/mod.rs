@@ -16,6 +16,7 @@ mod copies;
 mod endpoint;
 mod errors;
 mod exports;
+mod machine;
 mod owner;
 mod pool;
 mod reaper;
@@ -49,6 +50,8 @@ mod _native {
     use super::copies::{cast_into, copy_into};
     #[pymodule_export]
     use super::endpoint::{PySenderLink, PyWorkerEndpoint};
+    #[pymodule_export]
+    use super::machine::{available_cores, memory_budget};
     #[pymodule_export]
     use super::owner::{PySegmentOwner, sweep};
     #[pymodule_export]

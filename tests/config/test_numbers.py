@@ -22,6 +22,7 @@ from mmcopy.errors import ConfigError
         ("64kib", 65536),
         ("64k", 65536),
         ("64K", 65536),
+        ("7B", 7),
         ("64 KiB", 65536),
         (" 1MiB\n", 1 << 20),
         ("2g", 2 << 30),
@@ -36,12 +37,18 @@ def test_sizes(value: int | str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [-1, True, 1.5, 2**64, "", " ", "-1", "+1", "1.5", "1_000", "0x10", "1e3", "64KB", "64kb", "64b", "KiB", "64 k iB",
+    [-1, True, 1.5, 2**64, "", " ", "-1", "+1", "1.5", "1_000", "0x10", "1e3", "64KB", "64kb", "KiB", "B", "64 k iB",
      "1MiBs", "\u0661", "64\u212a", "18446744073709551616", "17179869184GiB", "9" * 5000, None, b"1", ["1"]],
 )  # fmt: skip
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(ConfigError, match=r"the setting is .*, want a number of bytes, 0 or more \(65536, 64KiB"):
         parse_size(value, setting="the setting")  # type: ignore[arg-type]
+
+
+def test_a_size_can_have_a_least() -> None:
+    assert parse_size("1", setting="x", least=1) == 1
+    with pytest.raises(ConfigError, match="x is '0MiB', want a number of bytes, 1 or more"):
+        parse_size("0MiB", setting="x", least=1)
 
 
 @pytest.mark.parametrize(

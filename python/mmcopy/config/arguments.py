@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmcopy.errors import ConfigError
 
@@ -12,7 +12,7 @@ from .mode import TransportMode, parse_mode
 from .numbers import parse_min_bytes
 from .transport import TransportConfig
 
-__all__ = ["add_transport_args", "transport_from_args"]
+__all__ = ["add_transport_args", "argument_type", "transport_from_args"]
 
 MODE, MIN_BYTES = "multimodal-tensor-transport", "multimodal-shm-min-bytes"
 
@@ -27,13 +27,13 @@ def add_transport_args(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     """
     parser.add_argument(
         f"--{prefix}{MODE}",
-        type=_argument(parse_mode),
+        type=argument_type(parse_mode),
         metavar="{inline,shm,auto}",
         help="how tensors travel to workers. default: SMG_MM_TENSOR_TRANSPORT, else inline",
     )
     parser.add_argument(
         f"--{prefix}{MIN_BYTES}",
-        type=_argument(parse_min_bytes),
+        type=argument_type(parse_min_bytes),
         metavar="BYTES",
         help="smaller tensors go inline; 65536, 64KiB, 1MiB. default: SMG_MM_SHM_MIN_BYTES, else 65536",
     )
@@ -50,10 +50,12 @@ def transport_from_args(args: argparse.Namespace, prefix: str = "") -> Transport
     return TransportConfig(**given, origins={name: options[name] for name in given})  # type: ignore[arg-type]
 
 
-def _argument(parse: Callable[..., T]) -> Callable[[str], T]:
+def argument_type(parse: Callable[..., T], **options: Any) -> Callable[[str], T]:
+    """A parser of settings as an argparse ``type``: argparse names the option, and the parser says what is wrong."""
+
     def convert(text: str) -> T:
         try:
-            return parse(text, setting="the value")
+            return parse(text, setting="the value", **options)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

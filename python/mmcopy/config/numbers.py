@@ -15,28 +15,28 @@ MAX_BYTES = 2**64 - 1
 LONGEST_S = 10 * 365 * 86400.0
 """Python's waits take no infinity, and not every number of seconds."""
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,20}) ?([A-Za-z]*)")
-_WANT_SIZE = "want a number of bytes, 0 or more (65536, 64KiB, 64k, 1MiB)"
 
 
-def parse_size(value: int | str, *, setting: str) -> int:
-    """Bytes: a whole number, or text such as ``65536``, ``64KiB``, ``64k``, ``1MiB`` (k, m and g are binary too).
+def parse_size(value: int | str, *, setting: str, least: int = 0) -> int:
+    """Bytes: a whole number, or text such as ``65536``, ``7B``, ``64KiB``, ``64k``, ``1MiB`` (k, m and g are binary).
 
-    Raises :class:`ConfigError` that names ``setting``: for a sign, a fraction, ``_``, other bases, other units
-    (``KB`` means 1000 to some), and for more than 64 bits.
+    Raises :class:`ConfigError` that names ``setting``: for less than ``least``, a sign, a fraction, ``_``, other bases,
+    other units (``KB`` means 1000 to some), and for more than 64 bits.
     """
+    want = f"want a number of bytes, {least} or more (65536, 64KiB, 64k, 1MiB)"
     if isinstance(value, str):
         match = _SIZE.fullmatch(value.strip())
         if match is None or match[2].lower() not in _UNITS or not value.isascii():
-            raise ConfigError(f"{setting} is {value!r}, {_WANT_SIZE}")
+            raise ConfigError(f"{setting} is {value!r}, {want}")
         nbytes = int(match[1]) * _UNITS[match[2].lower()]
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{setting} is {value!r}, {_WANT_SIZE}")
+        raise ConfigError(f"{setting} is {value!r}, {want}")
     else:
         nbytes = value
-    if not 0 <= nbytes <= MAX_BYTES:
-        raise ConfigError(f"{setting} is {value!r}, {_WANT_SIZE} and less than 2**64")
+    if not least <= nbytes <= MAX_BYTES:
+        raise ConfigError(f"{setting} is {value!r}, {want} and less than 2**64")
     return nbytes
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from mmcopy.tools.doctor import Status, machine
-from mmcopy.tools.doctor.cgroup import CgroupLimits
 from mmcopy.tools.doctor.line import GIB, MIB
+
+if TYPE_CHECKING:
+    from mmcopy._native import MemoryBudget
 
 GOOD, WARNING = Status.GOOD, Status.WARNING
 
@@ -33,28 +37,35 @@ def test_open_files(limit: int | None, status: Status) -> None:
 
 
 @pytest.mark.parametrize(
-    ("affinity", "quota", "status"), [(16, None, GOOD), (1, None, WARNING), (16, 0.5, WARNING), (16, 2.0, GOOD)]
+    ("affinity", "usable", "status", "found"),
+    [(16, 16, GOOD, "no quota"), (1, 1, WARNING, "no quota"), (16, 1, WARNING, "1 by the"), (16, 2, GOOD, "2 by the")],
 )
-def test_cores(affinity: int, quota: float | None, status: Status) -> None:
-    assert machine.cores(affinity, quota).status is status
+def test_cores(affinity: int, usable: int, status: Status, found: str) -> None:
+    line = machine.cores(affinity, usable)
+    assert line.status is status
+    assert found in line.found
 
 
 @pytest.mark.parametrize(
-    ("available", "limits", "shm_bytes", "status"),
+    ("machine_bytes", "limit", "used", "shm_bytes", "status"),
     [
-        (8 * GIB, CgroupLimits(), 24 * GIB, GOOD),
-        (None, CgroupLimits(), 0, GOOD),
-        (100 * MIB, CgroupLimits(), GIB, WARNING),
-        (8 * GIB, CgroupLimits(memory_bytes=4 * GIB), 2 * GIB, GOOD),
-        (8 * GIB, CgroupLimits(memory_bytes=GIB), 2 * GIB, WARNING),
-        (8 * GIB, CgroupLimits(memory_bytes=4 * GIB, memory_used_bytes=4 * GIB - 1), 2 * GIB, WARNING),
-        (8 * GIB, CgroupLimits(memory_bytes=GIB, memory_used_bytes=2 * GIB), 0, WARNING),
+        (8 * GIB, None, None, 24 * GIB, GOOD),
+        (None, None, None, 0, GOOD),
+        (100 * MIB, None, None, GIB, WARNING),
+        (8 * GIB, 4 * GIB, 0, 2 * GIB, GOOD),
+        (8 * GIB, GIB, 0, 2 * GIB, WARNING),
+        (8 * GIB, 4 * GIB, 4 * GIB - 1, 2 * GIB, WARNING),
+        (8 * GIB, GIB, 2 * GIB, 0, WARNING),
     ],
 )
-def test_memory(available: int | None, limits: CgroupLimits, shm_bytes: int, status: Status) -> None:
-    assert machine.memory(available, limits, shm_bytes=shm_bytes).status is status
-
-
-def test_available_memory_is_read_in_bytes() -> None:
-    assert machine.memory_available("MemTotal:       24684084 kB\nMemAvailable:   24000000 kB\n") == 24_576_000_000
-    assert machine.memory_available("MemTotal: 1 kB\n") is None
+def test_memory(machine_bytes: int | None, limit: int | None, used: int | None, shm_bytes: int, status: Status) -> None:
+    left = [] if machine_bytes is None else [machine_bytes]
+    left += [] if limit is None else [max(0, limit - (used or 0))]
+    budget: MemoryBudget = {
+        "available": min(left, default=None),
+        "limited_by": None,
+        "machine": machine_bytes,
+        "limit": limit,
+        "used": used,
+    }
+    assert machine.memory(budget, shm_bytes=shm_bytes).status is status

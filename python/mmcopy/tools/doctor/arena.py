@@ -5,9 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from mmcopy._native import Arena
+from mmcopy._native import Arena, memory_budget
 from mmcopy.config import WorkerSpec
 from mmcopy.errors import MmcopyError
 from mmcopy.metrics import Counter
@@ -16,9 +15,7 @@ from mmcopy.send.delivery import Sharing
 from mmcopy.send.policy import ENDPOINT_LABEL
 from mmcopy.send.sender import Sender
 
-from .cgroup import CgroupLimits, read_limits
 from .line import MIB, Line, Status, bytes_text
-from .machine import memory_available
 
 __all__ = ["TRIAL_BYTES", "Offer", "Trial", "huge_pages", "lines", "locked", "prove_and_offer", "room", "seals"]
 
@@ -51,8 +48,7 @@ def lines(*, has_gpu: bool) -> Iterator[Line]:
     yield seals(trial)
     if not trial.error:
         yield huge_pages(trial.huge_pages_setting)
-    available = memory_available(Path("/proc/meminfo").read_text(encoding="utf-8"))
-    yield room(available, read_limits())
+    yield room(memory_budget()["available"])
     if has_gpu:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield locked(None if soft == resource.RLIM_INFINITY else soft)
@@ -100,17 +96,14 @@ def huge_pages(setting: str) -> Line:
     return Line(name, Status.GOOD, f"small ({told}; advise would do for the arena)")
 
 
-def room(available_bytes: int | None, limits: CgroupLimits) -> Line:
-    """Judge whether a sender's default arena fits into the memory that is free, of machine and control group."""
+def room(available_bytes: int | None) -> Line:
+    """Judge whether a sender's default arena fits into the free memory of the machine and its control groups."""
     name = "arena memory"
-    left = [] if available_bytes is None else [available_bytes]
-    if limits.memory_bytes is not None:
-        left.append(max(0, limits.memory_bytes - (limits.memory_used_bytes or 0)))
     wanted = bytes_text(DEFAULT_ARENA_BYTES)
-    if not left:
+    if available_bytes is None:
         return Line(name, Status.GOOD, f"a sender takes {wanted}; how much is free is unknown")
-    text = f"a sender takes {wanted} with its first worker, {bytes_text(min(left))} are free"
-    most = min(left) // 8 * _MOST_EIGHTHS
+    text = f"a sender takes {wanted} with its first worker, {bytes_text(available_bytes)} are free"
+    most = available_bytes // 8 * _MOST_EIGHTHS
     if most < DEFAULT_ARENA_BYTES:
         return Line(
             name,

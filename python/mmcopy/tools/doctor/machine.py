@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cgroup import CgroupLimits, read_limits
+from mmcopy._native import available_cores, memory_budget
+
 from .line import MIB, Line, Status, bytes_text
 
-__all__ = ["cores", "lines", "memlock", "memory", "memory_available", "open_files"]
+if TYPE_CHECKING:
+    from mmcopy._native import MemoryBudget
+
+__all__ = ["cores", "lines", "memlock", "memory", "open_files"]
 
 USUAL_MEMLOCK_BYTES = 8 * MIB
-"""What the kernel and systemd give by default. Less means that somebody or something lowered it."""
+"""What the kernel and systemd give by default. Less means that it was lowered."""
 WORKER_MEMLOCK_BYTES = 256 * MIB
 """More than a receiver's pinned staging memory, with room for what else is locked on a worker."""
 OPEN_FILES = 1024
@@ -24,14 +27,13 @@ LOW_MEMORY_BYTES = 512 * MIB
 def lines(*, has_gpu: bool, shm_dir: str) -> Iterator[Line]:
     yield memlock(_soft(resource.RLIMIT_MEMLOCK), has_gpu=has_gpu)
     yield open_files(_soft(resource.RLIMIT_NOFILE))
-    limits = read_limits()
-    yield cores(len(os.sched_getaffinity(0)), limits.num_cpus)
+    yield cores(len(os.sched_getaffinity(0)), available_cores())
     try:
         room = os.statvfs(shm_dir)
         shm_bytes = room.f_blocks * room.f_frsize
     except OSError:
         shm_bytes = 0
-    yield memory(memory_available(Path("/proc/meminfo").read_text(encoding="utf-8")), limits, shm_bytes=shm_bytes)
+    yield memory(memory_budget(), shm_bytes=shm_bytes)
 
 
 def _soft(which: int) -> int | None:
@@ -75,13 +77,13 @@ def open_files(limit: int | None) -> Line:
     return Line(name, Status.GOOD, text)
 
 
-def cores(num_affinity: int, num_quota: float | None) -> Line:
+def cores(num_affinity: int, num_usable: int) -> Line:
     """Judge how many cores the copy threads have: the scheduler's affinity, and the control group's quota."""
     name = "cores"
     text = f"{num_affinity} by affinity, " + (
-        "no quota" if num_quota is None else f"{num_quota:g} by the control group's quota"
+        "no quota below that" if num_usable >= num_affinity else f"{num_usable} by the control group's quota"
     )
-    if min(num_affinity, num_quota or num_affinity) < 2:
+    if num_usable < 2:
         return Line(
             name,
             Status.WARNING,
@@ -92,30 +94,22 @@ def cores(num_affinity: int, num_quota: float | None) -> Line:
     return Line(name, Status.GOOD, text)
 
 
-def memory_available(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo in bytes."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
-def memory(available: int | None, limits: CgroupLimits, *, shm_bytes: int) -> Line:
-    """Judge the memory. Shared memory counts against the control group of whoever writes it first."""
+def memory(budget: MemoryBudget, *, shm_bytes: int) -> Line:
+    """Judge the memory. Shared memory counts against the control group of the process that writes it first."""
     name = "memory"
-    text = "unknown" if available is None else f"{bytes_text(available)} available"
-    limit = limits.memory_bytes
+    machine, limit, left = budget["machine"], budget["limit"], budget["available"]
+    text = "unknown" if machine is None else f"{bytes_text(machine)} available"
     if limit is None:
         text += ", no control group limit"
-        room = available
     else:
-        used = limits.memory_used_bytes
+        used = budget["used"]
         text += f", control group limit {bytes_text(limit)}" + (f" ({bytes_text(used)} used)" if used else "")
-        room = limit - (used or 0) if available is None else min(available, limit - (used or 0))
-    if room is not None and room < LOW_MEMORY_BYTES:
+    if left is not None and left < LOW_MEMORY_BYTES:
         return Line(
             name,
             Status.WARNING,
             text,
-            f"little is left ({bytes_text(max(room, 0))}), and segments in shared memory are memory: "
+            f"little is left ({bytes_text(left)}), and segments in shared memory are memory: "
             "end other programs or raise the limit",
         )
     if limit is not None and shm_bytes > limit:
