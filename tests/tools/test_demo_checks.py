@@ -14,13 +14,14 @@ from mmcopy import Inline, ShmHandle, TensorData
 from mmcopy.errors import ConfigError
 from mmcopy.tools.demo import job as job_module
 from mmcopy.tools.demo.checks import Checker, Row, Sent, linked
-from mmcopy.tools.demo.expected import encoder_input, side_tensors
 from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.job import Job, Outcome
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers
 from mmcopy.tools.demo.pictures import Hand, noise
 from mmcopy.tools.demo.report import human_bytes, human_seconds, json_line
 from mmcopy.tools.demo.worker import bytes_on_device, plain_digest
+from tests.rigs.oracle import encoder_input, side_tensors
+from tests.rigs.oracle_families import PREPROCESSING
 
 FAMILY = FAMILIES["qwen3_vl"]
 PICTURES = (noise(64, 64), noise(96, 64, seed=1))
@@ -45,9 +46,9 @@ def tensor(name: str, array: Any, dtype: str) -> dict[str, Any]:
 
 
 def item(picture: Any, **changes: Any) -> dict[str, Any]:
-    pixels = encoder_input(FAMILY, picture.pixels, "bfloat16")
+    pixels = encoder_input(PREPROCESSING["qwen3_vl"], picture.pixels, "bfloat16")
     assert pixels is not None
-    sides = side_tensors(FAMILY, picture.width, picture.height)
+    sides = side_tensors(PREPROCESSING["qwen3_vl"], picture.width, picture.height)
     return {
         "modality": "image",
         "tensors": [

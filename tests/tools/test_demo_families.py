@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mmcopy.tools.demo.families import FAMILIES, Layout
+from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.job import Job, run_job
 from mmcopy.tools.demo.pictures import Hand, gradient, noise
+from tests.rigs.oracle import expected_tensors
+from tests.rigs.oracle_families import PREPROCESSING, Layout
 
 pytestmark = pytest.mark.gateway
 
@@ -24,16 +26,20 @@ RUNS = {
     [(name, "tokenspeed", "float32") for name in sorted(FAMILIES)] + [(name, *run) for name, run in RUNS.items()],
 )
 def test_bit_for_bit(name: str, engine: str, dtype: str) -> None:
-    family = FAMILIES[name]
-    sizes = family.small_sizes
+    sizes = PREPROCESSING[name].sizes
     hand = Hand((noise(*sizes[0]), gradient(*sizes[-1])))
-    outcome = run_job(
-        Job(family=family, hands=[hand], engine=engine, framework="numpy", encoder_dtype=dtype)  # type: ignore[arg-type]
+    job = Job(
+        family=FAMILIES[name],
+        hands=[hand],
+        engine=engine,  # type: ignore[arg-type]
+        framework="numpy",
+        encoder_dtype=dtype,
     )
+    outcome = run_job(job, expect=expected_tensors)
     assert outcome.faults == []
     assert [row.fault for row in outcome.rows] == [""] * len(outcome.rows)
     assert outcome.leftovers == []
     pixels = [row for row in outcome.rows if row.tensor.endswith((".encoder_input", ".pixel_values"))]
     assert [row.dtype for row in pixels] == [dtype] * (1 if engine == "vllm" else 2)
-    kind = "checksum" if family.layout is Layout.NOT_RECOMPUTED else "numpy"
+    kind = "checksum" if PREPROCESSING[name].layout is Layout.NOT_RECOMPUTED else "numpy"
     assert {row.check for row in outcome.rows} == {kind}

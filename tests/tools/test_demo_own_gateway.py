@@ -26,11 +26,10 @@ from mmcopy.errors import ConfigError
 from mmcopy.tools.cli import main
 from mmcopy.tools.demo import checks, job, own_gateway, own_gateway_process
 from mmcopy.tools.demo.chat import http
-from mmcopy.tools.demo.expected import Recomputed, expected_tensors, rounded
-from mmcopy.tools.demo.families import FAMILIES, Layout
+from mmcopy.tools.demo.expected import RECOMPUTED, Recomputed, expected_tensors, prepared, rounded
+from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers, sender_ids_of
 from mmcopy.tools.demo.pictures import Hand, decode, decoded, noise, picture_from_file
-from mmcopy.tools.demo.preparing import check_picture, prepared
 from mmcopy.tools.demo.process import ChildProcess
 from tests.rigs.waiting import settle
 
@@ -71,8 +70,8 @@ def line(requests: int, inline: int, segment: int, lease: int, **changes: Any) -
         (["--engine", "vllm", "--encoder-dtype", "uint8", "--shm-min-bytes", "0"], line(2, 0, 0, 6)),
         (["--transport", "inline"], line(2, 12, 0, 0)),
         # What a worker advertises of /dev/shm does not matter to memory that it was handed.
-        (["--transport", "auto", "--shm-namespace", "foreign", "--family", "kimi_k25"], line(2, 8, 0, 4)),
-        (["--transport", "shm", "--requests", "4", "--concurrency", "4", "--family", "llava"], line(4, 0, 0, 8)),
+        (["--transport", "auto", "--shm-namespace", "foreign"], line(2, 8, 0, 4)),
+        (["--transport", "shm", "--requests", "4", "--concurrency", "4"], line(4, 12, 0, 6)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -193,8 +192,7 @@ def test_an_interrupted_run_leaves_nothing() -> None:
     [
         (["--topology", "pd"], "topology pd needs gateway smg"),
         (["--topology", "epd"], "topology epd needs gateway smg"),
-        (["--family", "phi3_v"], "the family phi3_v always has them resized: use --gateway smg"),
-        (["--engine", "vllm", "--encoder-dtype", "uint8", "--family", "llava"], "no raw bytes for the family llava"),
+        (["--family", "phi3_v"], "gateway mmcopy preprocesses qwen3_vl alone, not phi3_v: use --gateway smg"),
     ],
 )
 def test_what_it_cannot_do_is_told_in_a_line(capfd: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
@@ -210,7 +208,7 @@ def test_pictures_that_need_a_resize_and_videos_are_refused(tmp_path: Path, capf
     odd = tmp_path / "odd.png"
     odd.write_bytes(noise(133, 77).file)
     assert main(["demo", "--gateway", "mmcopy", "--image", str(odd)]) == 2
-    assert "qwen3_vl takes none of 133x77 as it is (but for example 640x480," in capfd.readouterr().err
+    assert "qwen3_vl does not take 133x77 as it is (both sides have to be multiples of 32" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="videos need gateway smg"):
         job.Job(family=FAMILIES["qwen3_vl"], hands=[Hand(videos=(b"",))], gateway="mmcopy")
     # Those that are not sent do not matter.
@@ -220,16 +218,11 @@ def test_pictures_that_need_a_resize_and_videos_are_refused(tmp_path: Path, capf
         job.Job(family=FAMILIES["qwen3_vl"], hands=hands, gateway="mmcopy", requests=2)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_what_is_prepared_becomes_after_the_cast_what_is_expected(name: str) -> None:
-    family = FAMILIES[name]
-    pixels = np.random.default_rng(1).integers(0, 256, (*family.small_sizes[0][::-1], 3), dtype=np.uint8)
-    if family.layout is Layout.NOT_RECOMPUTED:
-        with pytest.raises(ConfigError, match="does not resize"):
-            prepared(family, [pixels], engine="tokenspeed", dtype="bfloat16")
-        return
+def test_what_is_prepared_becomes_after_the_cast_what_is_expected() -> None:
+    family = FAMILIES[RECOMPUTED]
+    pixels = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     got = prepared(family, [pixels], engine="tokenspeed", dtype="bfloat16")
-    want = expected_tensors(family, [(pixels, pixels.shape[1], pixels.shape[0])], engine="tokenspeed", dtype="bfloat16")
+    want = expected_tensors(family, [(pixels, 640, 480)], engine="tokenspeed", dtype="bfloat16")
     assert got.keys() == want.keys()
     for key, array in got.items():
         tensor = want[key]
@@ -241,10 +234,8 @@ def test_what_is_prepared_becomes_after_the_cast_what_is_expected(name: str) -> 
 def test_raw_bytes_stay_bytes() -> None:
     pixels = noise(64, 64).pixels
     assert pixels is not None
-    made = prepared(FAMILIES["qwen3_vl"], [pixels], engine="vllm", dtype="uint8")
+    made = prepared(FAMILIES[RECOMPUTED], [pixels], engine="vllm", dtype="uint8")
     assert made[0, "pixel_values"].dtype == np.uint8
-    with pytest.raises(ConfigError, match="no raw bytes for the family llava"):
-        check_picture(FAMILIES["llava"], 336, 336, dtype="uint8")
 
 
 def test_files_are_decoded_for_a_gateway_that_decodes_alike(tmp_path: Path) -> None:
@@ -289,7 +280,7 @@ def serving() -> Iterator[own_gateway._Server]:
     """Our gateway in this process, in front of nobody."""
     worker = WorkerSpec("grpc://127.0.0.1:1", engine="tokenspeed")
     with Sender(TransportConfig(mode="inline")) as sender, grpc.insecure_channel("127.0.0.1:1") as channel:
-        server = own_gateway._Server(own_gateway.OwnGateway(FAMILIES["llava"], worker, sender, channel, None))
+        server = own_gateway._Server(own_gateway.OwnGateway(FAMILIES[RECOMPUTED], worker, sender, channel, None))
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server

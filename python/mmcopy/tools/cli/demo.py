@@ -145,19 +145,14 @@ def hands_for(family: Family, images: list[Path], videos: list[Path]) -> list[Ha
         raise ConfigError("--video needs ffmpeg on PATH: the gateway decodes videos with it")
     if images or videos:
         return own_hands(images, videos, images_max=family.max_images)
-    return generated_hands(family)
+    return generated_hands()
 
 
 def own_gateway_hands(family: Family, images: list[Path], videos: list[Path]) -> list[Hand]:
-    """As :func:`hands_for`, for mmcopy's own gateway: of the generated pictures those that need no resize."""
-    from mmcopy.tools.demo.expected import kept_size
+    """As :func:`hands_for`, for mmcopy's own gateway: with the pixels of every picture."""
     from mmcopy.tools.demo.pictures import decoded
 
-    hands = hands_for(family, images, videos)
-    if images or videos:
-        return [decoded(hand) for hand in hands]
-    kept = [hand for hand in hands if all(kept_size(family, each.width, each.height) for each in hand.pictures)]
-    return kept or hands  # the job says why none will do
+    return [decoded(hand) for hand in hands_for(family, images, videos)]
 
 
 def _whole_number(least: int) -> Callable[[str], int]:

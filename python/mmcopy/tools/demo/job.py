@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from mmcopy.errors import ConfigError
 
-from .checks import Checker, Linked, Row, Sent, is_primary, linked
+from .checks import Checker, Expect, Linked, Row, Sent, is_primary, linked
+from .expected import check_picture
 from .families import Family
 from .gateway import Gateway
 from .leftovers import Leftover, Leftovers, sender_ids_of
 from .model_dir import write_model_dir
 from .own_gateway_process import OwnGatewayProcess
 from .pictures import Hand
-from .preparing import check_picture
 from .worker_process import NIXL, WorkerProcess
 
 __all__ = ["ROLES", "Job", "Outcome", "default_framework", "missing", "run_job"]
@@ -75,7 +75,7 @@ class Job:
             if hand.videos:
                 raise ConfigError("videos need gateway smg: gateway mmcopy takes pictures")
             for picture in hand.pictures:
-                check_picture(self.family, picture.width, picture.height, dtype=self.encoder_dtype)
+                check_picture(self.family, picture.width, picture.height)
 
 
 @dataclass
@@ -113,12 +113,22 @@ def default_framework(device: str) -> Literal["torch", "numpy"]:
 
 
 def run_job(
-    job: Job, *, poll: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda _: None
+    job: Job,
+    *,
+    poll: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda _: None,
+    expect: Expect | None = None,
 ) -> Outcome:
     """Runs it and stops everything it started, whatever happens. Blocks for seconds.
 
-    ``poll`` is called in every wait and may raise to stop the run; ``say`` is told what happens next. Raises
-    :class:`mmcopy.MmcopyError` when a worker or the gateway does not start; what goes wrong later is in the outcome.
+    Args:
+        job: What to run.
+        poll: Called in every wait; may raise to stop the run.
+        say: Called with what happens next.
+        expect: Recomputes a request's tensors. None: :func:`.expected.expected_tensors`, of one family.
+
+    Raises:
+        MmcopyError: A worker or the gateway did not start. What goes wrong later is in the outcome.
     """
     outcome = Outcome() if job.gateway == "smg" else Outcome(paths=("inline", "segment", "lease"))
     leftovers = Leftovers()
@@ -161,7 +171,7 @@ def run_job(
     if isinstance(gateway, OwnGatewayProcess):
         outcome.faults += gateway.faults()
         outcome.notes += gateway.notes()
-    _judge(job, outcome, workers)
+    _judge(job, outcome, workers, expect)
     return outcome
 
 
@@ -268,8 +278,8 @@ def _wanted_reports(job: Job, sent: Sent) -> int:
     return len(generate) + encode
 
 
-def _judge(job: Job, outcome: Outcome, workers: Sequence[WorkerProcess]) -> None:
-    checker = Checker(job.family, engine=job.engine, dtype=job.encoder_dtype, device=outcome.device)
+def _judge(job: Job, outcome: Outcome, workers: Sequence[WorkerProcess], expect: Expect | None) -> None:
+    checker = Checker(job.family, engine=job.engine, dtype=job.encoder_dtype, device=outcome.device, expect=expect)
     links = linked(outcome.sent, _reports(workers))
     for link in links:
         outcome.rows += checker.rows(link)

@@ -28,9 +28,9 @@ from mmcopy.integrations.smg.ask import ask_worker, with_advertised
 from mmcopy.wire import tokenspeed, vllm
 
 from .checks import is_primary
+from .expected import prepared
 from .families import FAMILIES, Family
 from .pictures import decode
-from .preparing import prepared
 from .reporting import Report, told_to_stop
 
 __all__ = ["OwnGateway"]

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from mmcopy.errors import ConfigError, MissingDependencyError
 
-from .families import Family
-
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = ["Hand", "Picture", "decode", "decoded", "generated_hands", "own_hands", "picture_from_file"]
 
 PIXELS_KEPT_MAX = 64 << 20
+SMALL_SIZES = ((640, 480), (512, 384), (320, 256))
+PHOTO_SIZE = (4032, 3008)
 ORIENTATION = 0x0112
 
 
@@ -45,14 +45,13 @@ class Hand:
     videos: tuple[bytes, ...] = ()
 
 
-def generated_hands(family: Family) -> list[Hand]:
+def generated_hands() -> list[Hand]:
     """One small picture; several small ones of different sizes; one as large as a photo. Takes about a second.
 
-    The small ones have sizes that the family does not resize, so each of their tensors can be recomputed.
+    No size makes Qwen3-VL resize, so that each tensor of that family can be recomputed.
     """
-    sizes = family.small_sizes
-    several = [gradient(*sizes[0])] + [noise(*size, seed=seed) for seed, size in enumerate(sizes[1:], 1)]
-    return [Hand((noise(*sizes[0]),)), Hand(tuple(several)), Hand((photo(*family.photo_size),))]
+    several = [gradient(*SMALL_SIZES[0])] + [noise(*size, seed=seed) for seed, size in enumerate(SMALL_SIZES[1:], 1)]
+    return [Hand((noise(*SMALL_SIZES[0]),)), Hand(tuple(several)), Hand((photo(*PHOTO_SIZE),))]
 
 
 def own_hands(files: Sequence[Path], videos: Sequence[Path], *, images_max: int) -> list[Hand]:

@@ -1,4 +1,4 @@
-"""The demo's numpy computation, against slower and plainer ones; the real gateway is held against it elsewhere."""
+"""The oracle of all families, against slower and plainer computations; a real gateway is held against it elsewhere."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mmcopy.tools.demo.expected import (
-    ENCODER_DTYPES,
+from mmcopy.tools.demo import expected
+from mmcopy.tools.demo.expected import ENCODER_DTYPES, rounded
+from mmcopy.tools.demo.families import FAMILIES
+from tests.rigs.oracle import (
     channel_tables,
     encoder_input,
     expected_tensors,
     kept_size,
     normalised,
-    rounded,
     side_tensors,
 )
-from mmcopy.tools.demo.families import FAMILIES, Arithmetic, Layout
+from tests.rigs.oracle_families import PREPROCESSING, Arithmetic, Layout
 
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8}
-KEPT = sorted(name for name, family in FAMILIES.items() if family.layout is not Layout.NOT_RECOMPUTED)
+KEPT = sorted(name for name, family in PREPROCESSING.items() if family.layout is not Layout.NOT_RECOMPUTED)
 
 
 def noise(width: int, height: int) -> Any:
@@ -32,12 +33,12 @@ def noise(width: int, height: int) -> Any:
 
 def shrunk(name: str, **changes: Any) -> Any:
     """The family with limits that let tiny pictures through."""
-    return dataclasses.replace(FAMILIES[name], min_pixels=0, min_side=1, **changes)
+    return dataclasses.replace(PREPROCESSING[name], min_pixels=0, min_side=1, **changes)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(PREPROCESSING))
 def test_bytes_become_what_the_formula_says(name: str) -> None:
-    family = FAMILIES[name]
+    family = PREPROCESSING[name]
     got = normalised(family, np.arange(256, dtype=np.float32))
     for channel in range(3):
         exact = (np.arange(256) / 255 - family.mean[channel]) / family.std[channel]
@@ -46,7 +47,7 @@ def test_bytes_become_what_the_formula_says(name: str) -> None:
 
 
 def test_the_orders_of_steps_differ_in_float32() -> None:
-    family = FAMILIES["qwen2_vl"]
+    family = PREPROCESSING["qwen2_vl"]
     tables = {
         kind: channel_tables(dataclasses.replace(family, arithmetic=kind), "float32").tobytes() for kind in Arithmetic
     }
@@ -55,7 +56,7 @@ def test_the_orders_of_steps_differ_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", ENCODER_DTYPES)
 def test_a_table_has_the_dtypes_own_elements(dtype: str) -> None:
-    table = channel_tables(FAMILIES["qwen3_vl"], dtype)
+    table = channel_tables(PREPROCESSING["qwen3_vl"], dtype)
     assert table.dtype == NUMPY_DTYPES[dtype]
     assert table.shape == (3, 256)
 
@@ -97,7 +98,7 @@ def test_merged_patches_element_by_element() -> None:
 
 @pytest.mark.parametrize("size", [(28, 28), (29, 28), (28, 29), (1, 1), (57, 85)])
 def test_plain_patches_are_padded_with_black(size: tuple[int, int]) -> None:
-    family = FAMILIES["kimi_k25"]
+    family = PREPROCESSING["kimi_k25"]
     pixels = noise(*size)
     got = encoder_input(family, pixels, "float32")
     assert got is not None
@@ -114,7 +115,7 @@ def test_plain_patches_are_padded_with_black(size: tuple[int, int]) -> None:
 
 def test_patches_of_a_fixed_number_end_in_zeros() -> None:
     pixels = noise(768, 768)
-    got = encoder_input(FAMILIES["gemma4"], pixels, "float32")
+    got = encoder_input(PREPROCESSING["gemma4"], pixels, "float32")
     assert got is not None
     assert got.shape == (1, 2520, 768)
     assert not got.elements[0, 48 * 48 :].any()
@@ -123,7 +124,7 @@ def test_patches_of_a_fixed_number_end_in_zeros() -> None:
 
 
 def test_the_extra_column_is_outside_the_picture() -> None:
-    family = FAMILIES["inkling"]
+    family = PREPROCESSING["inkling"]
     pixels = noise(80, 40)
     got = encoder_input(family, pixels, "float32")
     assert got is not None
@@ -137,18 +138,18 @@ def test_the_extra_column_is_outside_the_picture() -> None:
 
 def test_crops_and_tiles() -> None:
     wide = noise(400, 336)
-    cropped = encoder_input(FAMILIES["llava"], wide, "uint8")
+    cropped = encoder_input(PREPROCESSING["llava"], wide, "uint8")
     assert cropped is None  # bytes are for the families that send them
-    cropped = encoder_input(FAMILIES["llava"], wide, "float16")
-    table = channel_tables(FAMILIES["llava"], "float16")
+    cropped = encoder_input(PREPROCESSING["llava"], wide, "float16")
+    table = channel_tables(PREPROCESSING["llava"], "float16")
     assert cropped is not None
     assert cropped.elements[0, 1].tobytes() == table[1][wide[:, 32:368, 1]].tobytes()
     low = noise(336, 100)
-    tile = encoder_input(FAMILIES["llama4"], low, "float32")
+    tile = encoder_input(PREPROCESSING["llama4"], low, "float32")
     assert tile is not None
     assert (tile.elements[0, :, 100:] == -1.0).all()
     square = noise(336, 336)
-    three = encoder_input(FAMILIES["llava_next"], square, "float32")
+    three = encoder_input(PREPROCESSING["llava_next"], square, "float32")
     assert three is not None
     assert three.elements[0, 1, :, 168:].tobytes() == three.elements[0, 0, :, :168].tobytes()
     assert three.elements[0, 2, :, :168].tobytes() == three.elements[0, 0, :, 168:].tobytes()
@@ -172,15 +173,15 @@ def test_crops_and_tiles() -> None:
     ],
 )
 def test_sizes_that_are_kept(name: str, kept: list[tuple[int, int]], resized: list[tuple[int, int]]) -> None:
-    family = FAMILIES[name]
+    family = PREPROCESSING[name]
     assert [kept_size(family, *size) for size in kept] == [True] * len(kept)
     assert [kept_size(family, *size) for size in resized] == [False] * len(resized)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_the_generated_small_pictures_are_recomputed_and_sides_fit(name: str) -> None:
-    family = FAMILIES[name]
-    for width, height in family.small_sizes:
+    family = PREPROCESSING[name]
+    for width, height in family.sizes:
         tensor = encoder_input(family, noise(width, height), "bfloat16")
         assert tensor is not None
         sides = side_tensors(family, width, height)
@@ -217,3 +218,36 @@ def test_one_unknown_picture_makes_the_joined_tensor_unknown() -> None:
     assert set(joined.values()) == {None}
     mixed = [(noise(336, 336), 336, 336), (noise(640, 480), 640, 480)]
     assert expected_tensors(FAMILIES["llava_next"], mixed, engine="tokenspeed", dtype="bfloat16") == {}
+
+
+@pytest.mark.parametrize("engine", ["tokenspeed", "vllm"])
+@pytest.mark.parametrize("dtype", ENCODER_DTYPES)
+def test_what_the_demo_recomputes_of_its_one_family_is_the_same(engine: str, dtype: str) -> None:
+    family = FAMILIES[expected.RECOMPUTED]
+    sizes = [*PREPROCESSING[expected.RECOMPUTED].sizes, (64, 64), (65, 64)]
+    for pictures in ([(noise(*size), *size) for size in sizes], [(noise(*sizes[0]), *sizes[0])], [(None, 96, 64)]):
+        demos = expected.expected_tensors(family, pictures, engine=engine, dtype=dtype)
+        oracles = expected_tensors(family, pictures, engine=engine, dtype=dtype)
+        assert demos.keys() == oracles.keys()
+        for key, tensor in demos.items():
+            other = oracles[key]
+            assert (tensor is None) == (other is None)
+            if tensor is not None and other is not None:
+                assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+                assert tensor.elements.tobytes() == other.elements.tobytes()
+    assert [expected.kept_size(*size) for size in [(64, 64), (4032, 3008)]] == [True, True]
+    assert [expected.kept_size(*size) for size in [(32, 32), (640, 481), (16384, 1056)]] == [False] * 3
+
+
+def test_the_oracle_knows_every_family_of_the_demo() -> None:
+    assert PREPROCESSING.keys() == FAMILIES.keys()
+    for name, family in FAMILIES.items():
+        given = family.processor.get("media_proc_cfg", family.processor)
+        assert given.get("image_mean", [0.0] * 3) == list(PREPROCESSING[name].mean)
+        assert given.get("patch_size", PREPROCESSING[name].patch) == PREPROCESSING[name].patch
+
+
+def test_the_demo_recomputes_no_other_family() -> None:
+    for name, family in FAMILIES.items():
+        made = expected.expected_tensors(family, [(noise(640, 480), 640, 480)], engine="vllm", dtype="float32")
+        assert bool(made) == (name == expected.RECOMPUTED)
