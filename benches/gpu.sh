@@ -11,15 +11,18 @@ cd "$(dirname "$0")/.." || exit 1
 . benches/steps.sh
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 step doctor 60 python3 -m mmcopy doctor
-step tests 400 python3 -m pytest tests/gpu tests/doctor tests/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
+step tests 400 python3 -m pytest tests/gpu tests/tools/doctor tests/tools/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
 for engine in tokenspeed vllm; do
     step "demo-$engine" 90 python3 -m mmcopy demo --engine "$engine" --device cuda:0 --requests 6 --json
 done
 step demo-epd 90 python3 -m mmcopy demo --topology epd --device cuda:0 --json
 step demo-arena 90 python3 -m mmcopy demo --gateway mmcopy --device cuda:0 --json
-step h2d 180 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --json --plot "$out/h2d.png"
+step h2d 180 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --json
 step flat 120 python3 -m mmcopy bench h2d --device cuda:0 --threads 8 --sizes 64MiB,256MiB,1GiB,4GiB --batches none --no-baselines
-step e2e 180 python3 -m mmcopy bench e2e --device cuda:0 --threads 8 --json --plot "$out/e2e.png"
+step e2e 180 python3 -m mmcopy bench e2e --device cuda:0 --threads 8 --json
+for bench in h2d e2e; do
+    step "plot-$bench" 60 python3 benches/plot.py "$out/$bench.log" "$out/$bench.png"
+done
 step rest 90 python3 benches/rest.py --device cuda:0
 step sweep 120 python3 -m mmcopy bench copy --device cuda:0
 exit $status

@@ -15,8 +15,7 @@ nvidia-smi topo -m | tee "$out/topology.txt"
 gpus=$(nvidia-smi -L | wc -l)
 step tests 400 python3 -m pytest tests/gpu/test_parallel_cuda.py tests/gpu/test_parallel_leases_cuda.py \
     -m gpu -q -W default -p no:cacheprovider
-step cpu-tests 300 python3 -m pytest tests/test_parallel_receive.py tests/test_parallel_failures.py \
-    tests/test_parallel_leases.py tests/test_tokenspeed_ranks.py -q -W default -p no:cacheprovider
+step cpu-tests 300 python3 -m pytest tests/group tests/tokenspeed/test_ranks.py -q -W default -p no:cacheprovider
 for ((ranks = 2; ranks <= gpus; ranks *= 2)); do
     step "bench-$ranks" 240 python3 -m mmcopy bench tp --device cuda --ranks "$ranks" --threads 8 --seconds 3 --json
     step "bench-$ranks-lease" 240 python3 -m mmcopy bench tp --device cuda --ranks "$ranks" --payload lease \

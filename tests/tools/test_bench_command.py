@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -120,14 +119,6 @@ def test_the_table_tells_units_machine_and_date(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in told.out
 
 
-def test_the_plot_is_written(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, segments: Added) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "h2d.png"
-    assert main([*SMALL, "--plot", str(file)]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert f"plot: {file}" in capsys.readouterr().out
-
-
 def test_a_path_that_corrupts_makes_the_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, segments: Added
 ) -> None:
@@ -155,13 +146,13 @@ def test_a_path_that_corrupts_makes_the_exit_code_1(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["h2d", "--sizes", "64KB"], "size '64KB': want a whole number with KiB, MiB or GiB"),
-        (["h2d", "--batches", "64KiB"], "want COUNTxSIZE"),
-        (["h2d", "--threads", "0"], "'0': want a whole number, 1 or more"),
-        (["h2d", "--threads", "1,2"], "want one whole number"),
-        (["h2d", "--seconds", "nan"], "want a number of seconds"),
+        (["h2d", "--sizes", "64KB"], "--sizes: the value is '64KB', want a number of bytes, 1 or more"),
+        (["h2d", "--batches", "64KiB"], "--batches: the value is '64KiB', want COUNTxSIZE"),
+        (["h2d", "--threads", "0"], "--threads: the value is '0', want a whole number, 1 or more"),
+        (["h2d", "--threads", "1,2"], "--threads: the value is '1,2', want a whole number"),
+        (["h2d", "--seconds", "nan"], "--seconds: the value is 'nan', want seconds, more than 0"),
         (["h2d", "--seconds", "1", "--repeats", "1"], "not allowed with"),
-        (["copy", "--slots", "big"], "size 'big'"),
+        (["copy", "--slots", "big"], "--slots: the value is 'big', want a number of bytes"),
         ([], "BENCHMARK"),
     ],
 )
@@ -179,7 +170,6 @@ def test_a_bad_call_is_told_clearly(options: list[str], told: str, capsys: pytes
         (["copy", "--sizes", "none"], "nothing to measure"),
         (["h2d", "--sizes", "9999999GiB"], "/dev/shm has"),
         (["h2d", "--device", "gpu"], "want 'cpu' or 'cuda:N'"),
-        (["h2d", "--sizes", "none", "--plot", "x.png"], "--sizes"),
     ],
 )
 def test_what_cannot_run_is_told_clearly(

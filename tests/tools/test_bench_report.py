@@ -1,18 +1,15 @@
-"""Figures, tables and the plot, from times that are made up."""
+"""Figures and tables, from times that are made up."""
 
 from __future__ import annotations
 
 import io
-import pathlib
 import sys
 
 import pytest
 
-from mmcopy.errors import ConfigError, MissingDependencyError
-from mmcopy.tools.bench import plot
 from mmcopy.tools.bench.paths import Path, Role
 from mmcopy.tools.bench.plan import Case
-from mmcopy.tools.bench.report import Row, as_records, median_and_iqr, rows_of
+from mmcopy.tools.bench.report import as_records, median_and_iqr, rows_of
 from mmcopy.tools.bench.table import Table, as_text, print_table, time_text
 
 
@@ -94,60 +91,3 @@ def test_a_terminal_gets_a_table_of_richs_and_plain_text_without_rich(
     stream = Terminal()
     print_table(table, stream)
     assert stream.getvalue() == as_text(table) + "\n"
-
-
-def row(path: str, nbytes: int, gbps: float, count: int = 1) -> Row:
-    return Row(path, nbytes, count, nbytes * count / gbps / 1e9, 0.0, gbps, 1.0, 1.0)
-
-
-ROWS = [
-    row("limit", 1 << 20, 5.0),
-    row("ours", 1 << 20, 3.0),
-    row("limit", 1 << 16, 4.0),
-    row("ours", 1 << 16, 1.0),
-    row("ours", 1 << 16, 9.0, count=8),
-]
-
-
-def test_the_plot_has_one_labelled_line_a_path_over_a_logarithmic_size(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    figure = plot.draw(ROWS, title="a machine", limit="limit")
-    (axes,) = figure.axes
-    lines = {str(line.get_label()): line for line in axes.get_lines()}
-    assert {name: (list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()} == {
-        "limit": ([1 << 16, 1 << 20], [4.0, 5.0]),
-        "ours": ([1 << 16, 1 << 20], [1.0, 3.0]),
-    }
-    assert axes.get_xscale() == "log"
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["64 KiB", "1 MiB"]
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["limit", "ours"]
-    assert lines["limit"].get_linestyle() != lines["ours"].get_linestyle()
-
-    file = tmp_path / "plot.png"
-    plot.save_plot(figure, file)
-    assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(ConfigError, match="missing"):
-        plot.save_plot(figure, tmp_path / "missing" / "plot.png")
-
-
-def test_what_would_spoil_the_plot_is_told_before_anything_is_measured(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    plot.require_plot(tmp_path / "plot.png", sizes=1)
-    for file, sizes, told in (
-        (tmp_path / "plot.png", 0, "--sizes"),
-        (tmp_path / "plot.jpg", 1, "ends in .png"),
-        (tmp_path / "missing" / "plot.png", 1, "no folder"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            plot.require_plot(file, sizes=sizes)
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ConfigError, match="is a folder"):
-        plot.require_plot(tmp_path / "folder.png", sizes=1)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match="pip install matplotlib"):
-        plot.require_plot(tmp_path / "plot.png", sizes=1)

@@ -102,7 +102,7 @@ def test_wrong_bytes_on_one_rank_end_the_benchmark(segments: Added, tmp_path: pa
     script = """
     import sys
     import mmcopy.receive.receiver
-    from mmcopy.tools.cli.bench_rank import main
+    from mmcopy.tools.bench.ranks import main
     receive = mmcopy.receive.receiver.Receiver.receive
     def spoiled(self, items, **options):
         tensors = receive(self, items, **options)

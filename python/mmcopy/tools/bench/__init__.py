@@ -1,5 +1,5 @@
-"""The measurements of ``mmcopy bench``: receiving held against its limit and against plain code, in one process.
+"""The measurements of ``mmcopy bench``: receiving, beside its limit and plain code.
 
-``plan`` says what is measured, ``place`` where bytes go, ``paths`` and ``baselines`` how they get there, ``timing``
-checks and times, ``h2d`` and ``sweep`` are the two benchmarks, ``report``, ``table`` and ``plot`` tell what was found.
+``plan`` says what is measured, ``place`` where bytes go, ``paths`` and ``baselines`` how they get there. ``timing``
+checks and times. ``h2d``, ``e2e``, ``sweep`` and ``tp`` are the benchmarks, ``report`` and ``table`` present them.
 """

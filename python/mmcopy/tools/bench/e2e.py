@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from . import baselines
 from .h2d import CONNECT_LIMIT_S, SHM_DIR
 from .load import BytesDifferError, Load
 from .paths import Leases, Path, Role, Segments, arena_bytes_for, free_bytes
-from .peer import Limit, Peer, Receive, digest
+from .peer import Limit, Peer, Receive, Received, digest
 from .place import CudaPlace, HostPlace
-from .plan import Case, Effort, check_space, turn
+from .plan import Case, Effort, check_space
 from .report import Row, case_table, median_and_iqr, rows_of
 from .table import Table, time_text
+from .timing import take_turns
 
 __all__ = ["E2eResult", "e2e_notes", "e2e_table", "run_e2e"]
 
@@ -156,60 +156,40 @@ def _paths(load: Load, sender: Sender, peer: Peer, *, limit: str) -> list[Path]:
 def _measure(
     paths: Sequence[Path], load: Load, peer: Peer, effort: Effort, *, poll: Callable[[], None]
 ) -> dict[str, _Times]:
-    """Each path delivers once and its bytes are compared; then one round warms up; then they are timed in turns."""
-    for path in paths:
+    """Each path's bytes are compared, one round warms up, then the paths are timed in turns."""
+
+    def deliver(path: Path) -> tuple[float, Received]:
+        start = time.perf_counter()
+        with path.message() as message:
+            received: Received = path.receive(message)
+            seconds = time.perf_counter() - start
+        return received.seconds if path.role is Role.LIMIT else seconds, received
+
+    def check(path: Path) -> None:
         if path.role is not Role.LIMIT:
-            poll()
             load.change()
             _check(path, load, peer)
-    times = {path.name: _Times([], [], []) for path in paths}
-    gc.collect()
-    gc.disable()
-    try:
-        for path in paths:
-            _deliver(path)
-        started, rounds = time.perf_counter(), 0
-        while not effort.is_enough(rounds, time.perf_counter() - started):
-            for path in turn(paths, rounds):
-                poll()
-                seconds, received = _deliver(path)
-                kept = times[path.name]
-                kept.total_s.append(received.seconds if path.role is Role.LIMIT else seconds)
-                kept.receive_s.append(received.seconds)
-                kept.cpu_s.append(received.cpu_s)
-            rounds += 1
-    finally:
-        gc.enable()
-    return times
+
+    found = take_turns(paths, check=check, deliver=deliver, is_enough=effort.is_enough, poll=poll)
+    return {
+        path.name: _Times(
+            [seconds for seconds, _ in rounds],
+            [received.seconds for _, received in rounds],
+            [received.cpu_s for _, received in rounds],
+        )
+        for path, rounds in zip(paths, found, strict=True)
+    }
 
 
 def _check(path: Path, load: Load, peer: Peer) -> None:
-    message = path.publish()
-    try:
+    with path.message() as message:
         received = peer.ask(Receive(path.name, message, check=True))
-    except BaseException:
-        path.cancel(message)
-        raise
-    path.settle(message)
     wanted = (load.case.total_bytes, digest(load.parts))
     if (received.nbytes, received.digest) != wanted:
         raise BytesDifferError(
             f"{path.name}, {load.case.label}: {received.nbytes} bytes with digest {received.digest} arrived, "
             f"{wanted[0]} with {wanted[1]} were sent"
         )
-
-
-def _deliver(path: Path) -> tuple[float, Any]:
-    start = time.perf_counter()
-    message = path.publish()
-    try:
-        received = path.receive(message)
-        seconds = time.perf_counter() - start
-    except BaseException:
-        path.cancel(message)
-        raise
-    path.settle(message)
-    return seconds, received
 
 
 def _rows(case: Case, paths: Sequence[Path], times: dict[str, _Times]) -> list[E2eRow]:

@@ -1,4 +1,4 @@
-"""The ways that are timed against each other, each as three calls: publish, receive, and what follows."""
+"""The paths that are timed against each other, each as three calls: publish, receive, and settle or cancel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import enum
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -58,9 +58,9 @@ def _nothing(message: Any) -> None:
 class Path:
     """One way for the bytes of one load.
 
-    ``publish`` makes a message, untimed. ``receive`` is what is timed: from the message to one array a tensor (or one
-    of them all), not yet synchronised with the GPU. Then comes ``settle``, untimed: it returns when nothing of the
-    message is left; after a failure comes ``cancel`` in its place.
+    ``publish`` makes a message, untimed. ``receive`` is timed: from the message to one array per tensor (or one array
+    of all of them), not yet synchronised with the GPU. ``settle``, untimed, returns when nothing of the message is
+    left; after a failure ``cancel`` is called instead.
     """
 
     name: str
@@ -69,6 +69,17 @@ class Path:
     receive: Callable[[Any], Any]
     settle: Callable[[Any], None] = _nothing
     cancel: Callable[[Any], None] = _nothing
+
+    @contextlib.contextmanager
+    def message(self) -> Iterator[Any]:
+        """A published message for the block to receive; settled after it, or cancelled when it raises."""
+        message = self.publish()
+        try:
+            yield message
+        except BaseException:
+            self.cancel(message)
+            raise
+        self.settle(message)
 
 
 def free_bytes(shm_dir: str) -> int:
@@ -81,7 +92,7 @@ def free_bytes(shm_dir: str) -> int:
 
 
 class Segments:
-    """Publishes a load through a sender, in segments that nobody has seen before."""
+    """Publishes a load through a sender, in new segments."""
 
     def __init__(self, sender: Sender, load: Load, *, shm_dir: str) -> None:
         self._sender = sender
@@ -90,7 +101,7 @@ class Segments:
         self._free_before = 0
 
     def publish(self) -> list[TensorData]:
-        """One segment a tensor. Raises :class:`NoSpaceError` when one had to go inline; none is left then."""
+        """One segment per tensor. Raises :class:`NoSpaceError` when one had to go inline; none is left then."""
         self._free_before = free_bytes(self._shm_dir)
         sent: list[TensorData] = []
         try:
@@ -118,13 +129,13 @@ class Segments:
                 self.cancel(sent)
                 raise LeftBehindError(f"{len(left)} segments were not removed within {GONE_LIMIT_S} s: {left[0].name}")
             time.sleep(POLL_S)
-        # Another program may have taken room meanwhile: this wait ends without a word.
+        # Another program may have taken room meanwhile, so this wait just ends.
         deadline = time.monotonic() + FREED_LIMIT_S
         while free_bytes(self._shm_dir) < self._free_before and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def cancel(self, sent: Sequence[TensorData]) -> None:
-        """Remove what nobody has received."""
+        """Cancel what was not received."""
         for data in sent:
             self._sender.cancel(data)
 
@@ -142,7 +153,7 @@ class Leases:
         self._is_streamed = is_streamed
 
     def publish(self) -> list[TensorData]:
-        """One lease a tensor; with ``is_streamed`` they are still being written. Raises :class:`NoSpaceError`."""
+        """One lease per tensor; with ``is_streamed`` they are still being written. Raises :class:`NoSpaceError`."""
         if self._is_streamed:
             self._writing = [self._sender.send_streaming(part, worker=self._worker) for part in self._load.parts]
             sent = [writing.data for writing in self._writing]
@@ -168,7 +179,7 @@ class Leases:
             time.sleep(POLL_S)
 
     def cancel(self, sent: Sequence[TensorData]) -> None:
-        """Take back what nobody has received."""
+        """Cancel what was not received."""
         for writing in self._writing:
             with contextlib.suppress(MmcopyError):
                 writing.wait()
@@ -196,7 +207,7 @@ def h2d_paths(
 ) -> list[Path]:
     """Everything that ``mmcopy bench h2d`` compares, the limit first.
 
-    With ``worker``, which the receiver is, ``sender``'s leases are among them.
+    With ``worker``, the receiver's own address, ``sender``'s leases are among them.
 
     The limit is one copy of all the load's bytes, a batch's too, out of memory that is pinned and filled already into
     memory that exists: nothing that starts from elsewhere can be faster.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mmcopy.config import parse_count, parse_size
 from mmcopy.errors import ConfigError, NoSpaceError
 from mmcopy.tools.doctor.line import bytes_text
 
@@ -15,12 +15,12 @@ __all__ = [
     "DEFAULT_SIZES",
     "DEFAULT_SLOTS",
     "DEFAULT_SWEEP_SIZES",
+    "DEFAULT_TP_SIZES",
     "Case",
     "Effort",
     "check_space",
     "parse_batches",
     "parse_counts",
-    "parse_size",
     "parse_sizes",
     "thread_counts",
     "turn",
@@ -29,11 +29,11 @@ __all__ = [
 DEFAULT_SIZES = "64KiB,1MiB,16MiB,64MiB,256MiB,1GiB"
 DEFAULT_BATCHES = "256x64KiB,64x1MiB,8x16MiB"
 DEFAULT_SWEEP_SIZES = "1MiB,16MiB,64MiB,256MiB"
+DEFAULT_TP_SIZES = "64KiB,1MiB,16MiB,32MiB,64MiB,128MiB,256MiB,512MiB"
 DEFAULT_SLOTS = "512KiB,1MiB,2MiB,4MiB,8MiB"
 
 NOTHING = "none"
 PAGE_BYTES = 4096
-UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 T = TypeVar("T")
 
@@ -78,49 +78,32 @@ def turn(paths: Sequence[T], round_index: int) -> list[T]:
     return [*paths[start:], *paths[:start]]
 
 
-def parse_size(text: str) -> int:
-    """Bytes of ``"64KiB"``, ``"1 MiB"``, ``"2GiB"`` or ``"4096"``. Raises :class:`ConfigError`."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in UNITS:
-        raise ConfigError(f"size {text!r}: want a whole number with KiB, MiB or GiB, or bytes; for example 64KiB")
-    nbytes = int(match[1]) * UNITS[match[2].lower()]
-    if nbytes == 0:
-        raise ConfigError(f"size {text!r}: want at least 1 byte")
-    return nbytes
+def parse_sizes(text: str, *, setting: str) -> tuple[int, ...]:
+    """Sizes of ``"64KiB,1m"``, each once, in the order given; none of ``"none"``. Raises :class:`ConfigError`."""
+    return _listed(lambda part: parse_size(part, setting=setting, least=1), text)
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes of ``"64KiB,1MiB"``, each once, in the order given; none of ``"none"``. Raises :class:`ConfigError`."""
-    return _listed(parse_size, text)
-
-
-def parse_batches(text: str) -> tuple[Case, ...]:
+def parse_batches(text: str, *, setting: str) -> tuple[Case, ...]:
     """Batches of ``"256x64KiB,8x16MiB"``, each once; none of ``"none"``. Raises :class:`ConfigError`."""
-    return _listed(_parse_batch, text)
+
+    def parse(part: str) -> Case:
+        count, cross, size = part.partition("x")
+        if not cross:
+            raise ConfigError(f"{setting} is {part!r}, want COUNTxSIZE, for example 256x64KiB")
+        return Case(parse_size(size, setting=setting, least=1), parse_count(count, setting=setting))
+
+    return _listed(parse, text)
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
+def parse_counts(text: str, *, setting: str) -> tuple[int, ...]:
     """Numbers of ``"1,2,8"``, each once and 1 or more. Raises :class:`ConfigError`."""
-    return _listed(_parse_count, text)
+    return _listed(lambda part: parse_count(part, setting=setting), text)
 
 
 def _listed(parse: Callable[[str], T], text: str) -> tuple[T, ...]:
     if text.strip().lower() == NOTHING:
         return ()
     return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
-
-
-def _parse_batch(text: str) -> Case:
-    count, cross, size = text.partition("x")
-    if not cross:
-        raise ConfigError(f"batch {text!r}: want COUNTxSIZE, for example 256x64KiB")
-    return Case(parse_size(size), _parse_count(count))
-
-
-def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) == 0:
-        raise ConfigError(f"{text.strip()!r}: want a whole number, 1 or more")
-    return int(text)
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:

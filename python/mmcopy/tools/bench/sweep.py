@@ -22,7 +22,7 @@ from .report import median_and_iqr
 from .table import Table
 from .timing import measure
 
-__all__ = ["Setting", "SweepResult", "SweepRow", "advice", "best_setting", "run_sweep", "sweep_table"]
+__all__ = ["Setting", "SweepResult", "SweepRow", "advice", "best_setting", "run_sweep", "sweep_notes", "sweep_table"]
 
 NEAR_ENOUGH = 0.97
 """Settings whose score is within 3 % of the best are taken as equal: the one with the fewest threads is advised."""
@@ -142,6 +142,15 @@ def advice(best: Setting) -> str:
     """``"use Receiver(num_threads=8, slot_bytes=2097152)  # slots of 2 MiB"``"""
     slots = "" if best.slot_bytes is None else f"  # slots of {bytes_text(best.slot_bytes)}"
     return f"use Receiver({best.label}){slots}"
+
+
+def sweep_notes(result: SweepResult) -> str:
+    """What the columns mean, and what to use."""
+    return (
+        "Columns of sizes: GB/s, 1e9 bytes a second, median of the rounds.\n"
+        "score: speed over the size's best, geometric mean over the sizes.\n"
+        f"best here: {advice(result.best)}"
+    )
 
 
 def sweep_table(result: SweepResult) -> Table:

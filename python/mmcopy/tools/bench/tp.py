@@ -29,9 +29,10 @@ from .load import Load
 from .machine import describe
 from .paths import Leases, Segments, arena_bytes_for
 from .place import place_for
-from .plan import Case, Effort, turn
+from .plan import Case, Effort
 from .report import median_and_iqr
 from .table import Table, time_text
+from .timing import take_turns
 
 __all__ = ["ONE", "Payload", "TpResult", "TpRow", "TpSpec", "run_rank", "tp_notes", "tp_table"]
 
@@ -217,27 +218,21 @@ def run_rank(
 def _measure(
     ways: dict[str, _Way], load: Load, peers: _Peers, effort: Effort, poll: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Each way's bytes checked on every rank, one round to warm up, then rounds in turns."""
+    """Each way's bytes are checked on every rank, one round warms up, then the ways take turns."""
     publishers = {path: way.publisher(load) for path, way in ways.items()}
 
     def deliver(path: str, *, check: bool = False) -> float:
         return _deliver(path, ways[path].receiver, load, publishers[path], peers, check=check)
 
-    for path in PATHS:
+    def check(path: str) -> None:
         load.change()
         deliver(path, check=True)
-    for path in PATHS:
-        deliver(path)
-    seconds: dict[str, list[float]] = {path: [] for path in PATHS}
-    started, rounds = time.perf_counter(), 0
-    while True:
-        poll()
-        is_enough = effort.is_enough(rounds, time.perf_counter() - started)
-        if peers.share(is_enough):
-            return seconds
-        for path in turn(PATHS, rounds):
-            seconds[path].append(deliver(path))
-        rounds += 1
+
+    def is_enough(rounds: int, elapsed_s: float) -> bool:
+        poll()  # only between rounds: within one the ranks wait for each other
+        return bool(peers.share(effort.is_enough(rounds, elapsed_s)))
+
+    return dict(zip(PATHS, take_turns(PATHS, check=check, deliver=deliver, is_enough=is_enough), strict=True))
 
 
 def _deliver(
