@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmcopy.tools.doctor.line import bytes_text
+from mmcopy.tools.units import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ from mmcopy import Receiver, Sender, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.tools.bench.machine import describe
 from mmcopy.tools.bench.place import framework_for, place_for
-from mmcopy.tools.bench.table import time_text
+from mmcopy.tools.units import time_text
 
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 RESTS_S = (0.0, 0.001, 0.010)

@@ -19,7 +19,7 @@ import numpy as np
 from mmcopy.tools.demo.chat import ChatReply
 from mmcopy.tools.demo.gateway import Gateway
 from mmcopy.tools.demo.gateway import Worker as Registered
-from mmcopy.tools.demo.process import ChildProcess
+from mmcopy.tools.process import ChildProcess
 
 from .gateway_pictures import Tensor, png
 from .gateway_worker_process import SERVED_NAME

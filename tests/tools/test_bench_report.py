@@ -10,7 +10,7 @@ import pytest
 from mmcopy.tools.bench.paths import Path, Role
 from mmcopy.tools.bench.plan import Case
 from mmcopy.tools.bench.report import as_records, median_and_iqr, rows_of
-from mmcopy.tools.bench.table import Table, as_text, print_table, time_text
+from mmcopy.tools.bench.table import Table, as_text, print_table
 
 
 def path(name: str, role: Role) -> Path:
@@ -42,21 +42,6 @@ def test_ratios_are_to_the_limit_and_to_the_best_baseline() -> None:
 def test_median_and_spread_ignore_the_order() -> None:
     assert median_and_iqr([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0)
     assert median_and_iqr([7.0]) == (7.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (3.456e-6, "3.46 us"),
-        (45.6e-6, "45.6 us"),
-        (0.456e-3, "456 us"),
-        (0.0123, "12.3 ms"),
-        (1.5, "1.50 s"),
-        (2e3, "2000 s"),
-    ],
-)
-def test_times_keep_three_digits_and_a_unit(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
 
 
 class Terminal(io.StringIO):

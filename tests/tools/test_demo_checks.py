@@ -18,7 +18,7 @@ from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.job import Job, Outcome
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers
 from mmcopy.tools.demo.pictures import Hand, noise
-from mmcopy.tools.demo.report import human_bytes, human_seconds, json_line
+from mmcopy.tools.demo.report import json_line
 from mmcopy.tools.demo.worker import bytes_on_device, plain_digest
 from tests.rigs.oracle import encoder_input, side_tensors
 from tests.rigs.oracle_families import PREPROCESSING
@@ -183,12 +183,6 @@ def test_the_json_line_counts() -> None:
     assert Outcome(rows=[row]).good
     assert not Outcome(rows=[row], faults=["x"]).good
     assert not Outcome(leftovers=[Leftover("a", 1)]).good
-
-
-def test_figures_for_people() -> None:
-    sizes = [human_bytes(n) for n in (0, 24, 1023, 1536, 145_539_072, 3 << 40)]
-    assert sizes == ["0 B", "24 B", "1023 B", "1.5 KiB", "138.8 MiB", "3072.0 GiB"]
-    assert [human_seconds(s) for s in (19e-6, 3.4e-3, 1.2)] == ["19 us", "3.4 ms", "1.20 s"]
 
 
 @pytest.mark.parametrize(

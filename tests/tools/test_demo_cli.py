@@ -182,7 +182,7 @@ def test_a_leftover_is_told_and_removed(demo: Any, monkeypatch: pytest.MonkeyPat
     code, got, table = demo("--requests", "1")
     assert (code, got) == (1, line(1, 2, 1, leftover_segments=1))
     assert re.search(
-        r"left in shared memory 1 segments, 2\.0 KiB \(removed now\):\n  smg-tokenspeed-\d+-1-0  2\.0 KiB\n", table
+        r"left in shared memory 1 segments, 2 KiB \(removed now\):\n  smg-tokenspeed-\d+-1-0  2 KiB\n", table
     )
 
 

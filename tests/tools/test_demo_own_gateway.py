@@ -30,7 +30,7 @@ from mmcopy.tools.demo.expected import RECOMPUTED, Recomputed, expected_tensors,
 from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers, sender_ids_of
 from mmcopy.tools.demo.pictures import Hand, decode, decoded, noise, picture_from_file
-from mmcopy.tools.demo.process import ChildProcess
+from mmcopy.tools.process import ChildProcess
 from tests.rigs.waiting import settle
 
 Demo = Callable[..., tuple[int, dict[str, Any], str]]

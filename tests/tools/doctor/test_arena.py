@@ -6,7 +6,7 @@ import pytest
 
 from mmcopy.send.arena import DEFAULT_ARENA_BYTES
 from mmcopy.tools.doctor import Status, arena
-from mmcopy.tools.doctor.line import MIB
+from mmcopy.tools.units import MIB
 
 GOOD, WARNING = Status.GOOD, Status.WARNING
 

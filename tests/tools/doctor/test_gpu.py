@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from mmcopy.tools.doctor import Status, gpu
-from mmcopy.tools.doctor.line import GIB, MIB
+from mmcopy.tools.units import GIB, MIB
 
 GOOD, WARNING, PROBLEM = Status.GOOD, Status.WARNING, Status.PROBLEM
 

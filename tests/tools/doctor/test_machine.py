@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mmcopy.tools.doctor import Status, machine
-from mmcopy.tools.doctor.line import GIB, MIB
+from mmcopy.tools.units import GIB, MIB
 
 if TYPE_CHECKING:
     from mmcopy._native import MemoryBudget

@@ -8,7 +8,6 @@ import types
 import pytest
 
 from mmcopy.tools.doctor import Line, Status, as_text, examine, exit_code, gpu, shm, versions
-from mmcopy.tools.doctor.line import GIB, MIB, bytes_text
 
 GOOD, WARNING, PROBLEM = Status.GOOD, Status.WARNING, Status.PROBLEM
 
@@ -16,22 +15,6 @@ GOOD, WARNING, PROBLEM = Status.GOOD, Status.WARNING, Status.PROBLEM
 def test_a_fault_without_advice_is_refused() -> None:
     with pytest.raises(ValueError, match="'shm space' is a warning"):
         Line("shm space", WARNING, "8 MiB")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (64 << 10, "64 KiB"),
-        (8 * MIB, "8 MiB"),
-        (int(23.5 * GIB), "23.5 GiB"),
-        (3 << 40, "3 TiB"),
-    ],
-)
-def test_bytes_in_words(nbytes: int, text: str) -> None:
-    assert bytes_text(nbytes) == text
 
 
 def test_only_a_problem_makes_the_exit_code_1() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmcopy.tools.doctor import Status, shm
-from mmcopy.tools.doctor.line import GIB, MIB
+from mmcopy.tools.units import GIB, MIB
 
 GOOD, WARNING, PROBLEM = Status.GOOD, Status.WARNING, Status.PROBLEM
 

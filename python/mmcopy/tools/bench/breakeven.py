@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmcopy.receive.group import ParallelOptions
-from mmcopy.tools.doctor.line import bytes_text
+from mmcopy.tools.units import bytes_text
 
 __all__ = ["NEVER", "BreakEven", "find_break_even"]
 

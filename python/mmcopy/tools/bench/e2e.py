@@ -9,6 +9,7 @@ from typing import Any
 
 from mmcopy.config import TransportConfig
 from mmcopy.send.sender import Sender
+from mmcopy.tools.units import time_text
 
 from . import baselines
 from .h2d import CONNECT_LIMIT_S, SHM_DIR
@@ -18,7 +19,7 @@ from .peer import Limit, Peer, Receive, Received, digest
 from .place import CudaPlace, HostPlace
 from .plan import Case, Effort, check_space
 from .report import Row, case_table, median_and_iqr, rows_of
-from .table import Table, time_text
+from .table import Table
 from .timing import take_turns
 
 __all__ = ["E2eResult", "e2e_notes", "e2e_table", "run_e2e"]

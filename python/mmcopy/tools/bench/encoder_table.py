@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .table import Table, time_text
+from mmcopy.tools.units import time_text
+
+from .table import Table
 
 __all__ = ["COLUMNS", "as_markdown", "encoder_table", "notes"]
 

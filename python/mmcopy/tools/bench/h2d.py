@@ -11,6 +11,7 @@ from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.receive.receiver import Receiver
 from mmcopy.send.policy import ENDPOINT_LABEL
 from mmcopy.send.sender import Sender
+from mmcopy.tools.units import time_text
 
 from .load import Load
 from .machine import describe
@@ -18,7 +19,7 @@ from .paths import Role, arena_bytes_for, free_bytes, h2d_paths
 from .place import framework_for, place_for
 from .plan import Case, Effort, check_space
 from .report import Row, case_table, rows_of
-from .table import Table, time_text
+from .table import Table
 from .timing import measure
 
 __all__ = ["SHM_DIR", "H2dResult", "h2d_table", "run_h2d"]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mmcopy.config import parse_count, parse_size
 from mmcopy.errors import ConfigError, NoSpaceError
-from mmcopy.tools.doctor.line import bytes_text
+from mmcopy.tools.units import bytes_text
 
 __all__ = [
     "DEFAULT_BATCHES",

@@ -21,8 +21,8 @@ from typing import Any
 
 from mmcopy.config import parse_count
 from mmcopy.errors import ConfigError, MmcopyError
-from mmcopy.tools.demo.process import ChildProcess
-from mmcopy.tools.demo.signals import Interrupted, Signals
+from mmcopy.tools.process import ChildProcess
+from mmcopy.tools.signals import Interrupted, Signals
 
 from .breakeven import BreakEven
 from .load import BytesDifferError

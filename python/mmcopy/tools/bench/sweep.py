@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mmcopy.config import TransportConfig
 from mmcopy.receive.receiver import Receiver
 from mmcopy.send.sender import Sender
-from mmcopy.tools.doctor.line import bytes_text
+from mmcopy.tools.units import bytes_text
 
 from .h2d import SHM_DIR
 from .load import Load

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-__all__ = ["Table", "print_table", "time_text"]
+__all__ = ["Table", "print_table"]
 
 
 @dataclass
@@ -74,13 +74,3 @@ def _print_rich(table: Table, stream: TextIO) -> bool:
         drawn.add_row(*(Text(cell) for cell in row), style=style, end_section=number in table.ends)
     Console(file=stream, highlight=False).print(drawn)
     return True
-
-
-def time_text(seconds: float) -> str:
-    """``"12.3 us"``, ``"4.56 ms"``, ``"1.20 s"``: three digits or so, the unit always there."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
-        amount = seconds * factor
-        if amount < 1000 or unit == "s":
-            digits = 2 if amount < 10 else 1 if amount < 100 else 0
-            return f"{amount:.{digits}f} {unit}"
-    raise AssertionError("the last unit has no upper end")

@@ -21,7 +21,7 @@ from mmcopy.errors import MmcopyError, PeerFailedError
 from mmcopy.receive.group import ParallelOptions, Strategy
 from mmcopy.receive.receiver import Receiver
 from mmcopy.send.sender import Sender
-from mmcopy.tools.doctor.line import bytes_text
+from mmcopy.tools.units import bytes_text, time_text
 
 from .breakeven import BreakEven, find_break_even
 from .h2d import SHM_DIR
@@ -31,7 +31,7 @@ from .paths import Leases, Segments, arena_bytes_for
 from .place import place_for
 from .plan import Case, Effort
 from .report import median_and_iqr
-from .table import Table, time_text
+from .table import Table
 from .timing import take_turns
 
 __all__ = ["ONE", "Payload", "TpResult", "TpRow", "TpSpec", "run_rank", "tp_notes", "tp_table"]

@@ -247,7 +247,7 @@ def _guarded(measure: Callable[..., T]) -> T | None:
     """``measure``, stopped only where nothing is left behind. None, and the reason on stderr, for wrong bytes."""
     from mmcopy.tools.bench.load import BytesDifferError
     from mmcopy.tools.bench.paths import LeftBehindError
-    from mmcopy.tools.demo.signals import Signals
+    from mmcopy.tools.signals import Signals
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

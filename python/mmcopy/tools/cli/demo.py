@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from mmcopy.tools.demo.gateway import find_smg
     from mmcopy.tools.demo.job import Job, default_framework, run_job
     from mmcopy.tools.demo.report import console_for, json_line, print_report
-    from mmcopy.tools.demo.signals import Signals
+    from mmcopy.tools.signals import Signals
 
     console = console_for(sys.stderr if args.json else sys.stdout)
     progress = console_for(sys.stderr)

@@ -182,7 +182,7 @@ def _in_a_process(kind: str, spec: Any) -> dict[str, Any]:
 
 def _output(kind: str, command: list[str], environment: dict[str, str], *, limit_s: float) -> tuple[int, str]:
     """Exit code and stdout of a command, which is gone when this ends, by a signal that asks us to stop too."""
-    from mmcopy.tools.demo.signals import Signals
+    from mmcopy.tools.signals import Signals
 
     until = time.monotonic() + limit_s
     with Signals() as signals, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:

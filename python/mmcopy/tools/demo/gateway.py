@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from mmcopy.errors import ConfigError, MissingDependencyError, MmcopyError
+from mmcopy.tools.process import ChildProcess
 
 from .chat import ChatReply, HttpReply, chat_body, http
-from .process import ChildProcess
 
 __all__ = ["Gateway", "GatewayError", "Worker", "find_smg"]
 

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from mmcopy.errors import MissingDependencyError
+from mmcopy.tools.units import bytes_text, time_text
 
 from .checks import Row
 from .job import ROLES, Job, Outcome
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["console_for", "human_bytes", "human_seconds", "json_line", "print_report"]
+__all__ = ["console_for", "json_line", "print_report"]
 
 PIPED_WIDTH = 120
 GATEWAYS = {"smg": "SMG gateway", "mmcopy": "mmcopy gateway"}
@@ -67,10 +68,10 @@ def print_report(console: Console, job: Job, outcome: Outcome) -> None:
     if outcome.leftovers:
         total = sum(leftover.nbytes for leftover in outcome.leftovers)
         console.print(
-            f"[bold red]left in shared memory[/] {len(outcome.leftovers)} segments, {human_bytes(total)} (removed now):"
+            f"[bold red]left in shared memory[/] {len(outcome.leftovers)} segments, {bytes_text(total)} (removed now):"
         )
         for leftover in outcome.leftovers:
-            console.print(f"  {_plain(leftover.name)}  {human_bytes(leftover.nbytes)}")
+            console.print(f"  {_plain(leftover.name)}  {bytes_text(leftover.nbytes)}")
     else:
         console.print("left in shared memory: nothing")
     good = "[bold green]everything arrived, and every byte is right[/]"
@@ -127,8 +128,8 @@ def _cells(row: Row) -> list[str]:
         row.dtype,
         "x".join(map(str, row.shape)) or "scalar",
         "inline" if row.path == "inline" else f"[green]{row.path}[/]",
-        human_bytes(row.nbytes),
-        human_seconds(row.seconds),
+        bytes_text(row.nbytes),
+        time_text(row.seconds),
         f"[bold red]{row.check}: wrong[/]" if row.fault else f"[green]{row.check}[/]",
     ]
 
@@ -138,12 +139,12 @@ def _totals(outcome: Outcome) -> str:
     nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
     speed = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds and nbytes else ""
     ways = ", ".join(
-        f"{outcome.count_by(path)} {words} ({human_bytes(outcome.bytes_by(path))})"
+        f"{outcome.count_by(path)} {words} ({bytes_text(outcome.bytes_by(path))})"
         for path, words in PATHS.items()
         if path in outcome.paths
     )
     return (
-        f"{len(rows)} tensors in {len(outcome.sent)} requests: {ways}; received in {human_seconds(seconds)}{speed}; "
+        f"{len(rows)} tensors in {len(outcome.sent)} requests: {ways}; received in {time_text(seconds)}{speed}; "
         f"{len(rows) - outcome.mismatches} of {len(rows)} right"
     )
 
@@ -154,22 +155,6 @@ def _caption(job: Job) -> str:
         f"received as {kind}. check: numpy = recomputed from the picture; checksum = the payload read independently, "
         "before. time: one tensor's receive, to the end of its last copy."
     )
-
-
-def human_bytes(count: int) -> str:
-    """24 B, 1.5 KiB, 138.8 MiB."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """12 us, 3.4 ms, 1.20 s."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _plain(text: str) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmcopy.errors import MmcopyError
-
-from .process import ChildProcess
+from mmcopy.tools.process import ChildProcess
 
 __all__ = ["Report", "ReportingProcess", "WorkerError", "told_to_stop"]
 

@@ -14,8 +14,9 @@ from mmcopy.send.arena import DEFAULT_ARENA_BYTES
 from mmcopy.send.delivery import Sharing
 from mmcopy.send.policy import ENDPOINT_LABEL
 from mmcopy.send.sender import Sender
+from mmcopy.tools.units import MIB, bytes_text
 
-from .line import MIB, Line, Status, bytes_text
+from .line import Line, Status
 
 __all__ = ["TRIAL_BYTES", "Offer", "Trial", "huge_pages", "lines", "locked", "prove_and_offer", "room", "seals"]
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .line import Line, Status, bytes_text
+from mmcopy.tools.units import bytes_text
+
+from .line import Line, Status
 
 __all__ = [
     "Gpu",

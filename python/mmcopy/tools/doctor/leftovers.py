@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .line import Line, Status, bytes_text
+from mmcopy.tools.units import bytes_text
+
+from .line import Line, Status
 
 __all__ = ["Found", "find", "judge", "lines"]
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mmcopy._native import available_cores, memory_budget
+from mmcopy.tools.units import MIB, bytes_text
 
-from .line import MIB, Line, Status, bytes_text
+from .line import Line, Status
 
 if TYPE_CHECKING:
     from mmcopy._native import MemoryBudget

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mmcopy._native import Segment, SegmentOwner, shm_namespace_id, write_segment
 from mmcopy.errors import MmcopyError, NoSpaceError, SegmentPermissionError
+from mmcopy.tools.units import GIB, MIB, bytes_text
 
-from .line import GIB, MIB, Line, Status, bytes_text
+from .line import Line, Status
 
 __all__ = ["Mount", "huge_pages", "lines", "mount", "mount_of", "namespace", "space", "writable"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmcopy.tools.demo.process import ChildProcess
-from mmcopy.tools.demo.signals import Interrupted, Signals
+from mmcopy.tools.process import ChildProcess
+from mmcopy.tools.signals import Interrupted, Signals
 from tests.rigs.waiting import settle
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -59,7 +59,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path, nothing_left_open: None) 
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, watched: bool, code: str) -> None:
     parent_code = (
         "import sys, time\n"
-        "from mmcopy.tools.demo.process import ChildProcess\n"
+        "from mmcopy.tools.process import ChildProcess\n"
         f"c = ChildProcess([sys.executable, '-c', {code!r}], log_path={str(tmp_path / 'log')!r}, watched={watched})\n"
         "c.start(); print(c.pid, flush=True); time.sleep(60)"
     )
