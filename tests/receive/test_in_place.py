@@ -18,8 +18,7 @@ from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import LeaseAbortedError, LeaseTimeoutError
 from mmcopy.metrics import Counter
 from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
-from mmcopy.receive.leases import LeaseOpener, LeaseRequest, LeaseSource
-from mmcopy.receive.sources import SourceOpener
+from mmcopy.receive.request import LeaseOpener, LeaseRequest, LeaseSource, SourceOpener
 from tests.rigs.waiting import settle
 
 MIB = 1 << 20

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmcopy import Inline, TensorData
-from mmcopy.receive.packed import strides_of, views_into
-from mmcopy.receive.plan import layout
+from mmcopy.receive.plan import layout, strides_of, views_into
 from mmcopy.tensors import DTYPES
 
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from mmcopy import Inline, MmcopyError, Sender, TensorData, TransportConfig, _native
 from mmcopy.errors import ReceiveTimeoutError, SegmentSizeError
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.receive.pipeline import Pipeline
 from mmcopy.receive.plan import plan_packed, plan_scattered
-from mmcopy.receive.ring import Slot, StagingRing
-from mmcopy.receive.sources import Source, SourceOpener
+from mmcopy.receive.request import Source, SourceOpener
+from mmcopy.receive.staging import Pipeline, Slot, StagingRing
 
 
 class Mark:

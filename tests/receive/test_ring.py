@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmcopy.errors import ClosedError, ReceiveTimeoutError
-from mmcopy.receive.ring import Slot, StagingRing
+from mmcopy.receive.staging import Slot, StagingRing
 from tests.rigs.waiting import settle
 
 

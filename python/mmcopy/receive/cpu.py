@@ -14,7 +14,7 @@ from mmcopy.errors import DeviceError, DeviceMemoryError, MissingDependencyError
 from mmcopy.tensors import TensorData
 
 from .plan import parts_in
-from .sources import ByteArray, Described, Source
+from .request import ByteArray, Described, Source
 
 if TYPE_CHECKING:
     import torch

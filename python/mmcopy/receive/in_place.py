@@ -22,9 +22,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from mmcopy.metrics import Counter, Metrics
 
-from .leases import LeaseSource
 from .plan import ALIGN_BYTES
-from .ring import CopyEvent
+from .request import LeaseSource
+from .staging import CopyEvent
 
 __all__ = ["DirectCopies", "Reading", "Run", "merge_runs"]
 

@@ -30,11 +30,9 @@ from mmcopy.metrics import Counter, Metrics, Stage
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .cpu import NumpyDestination, TorchDestination
-from .form import take_apart, values_of
 from .group import ParallelOptions
-from .leases import LeaseOpener, LeaseSource
 from .pending import PendingReceive
-from .sources import Source, SourceOpener
+from .request import LeaseOpener, LeaseSource, Source, SourceOpener, flatten, values_of
 
 if TYPE_CHECKING:
     from .group.collective import CollectiveReceive, PackedDestination
@@ -400,7 +398,7 @@ class Receiver:
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], out: Any
     ) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
         try:
-            return take_apart(items, out)
+            return flatten(items, out)
         except DeviceError:
             self.release(items)
             raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
 from mmcopy.metrics import Metrics
 from mmcopy.receive.group import ItemFacts
-from mmcopy.receive.sources import InlineSource, SegmentSource, Source, SourceOpener
+from mmcopy.receive.request import InlineSource, SegmentSource, Source, SourceOpener
 from mmcopy.tensors import Inline, ShmHandle, TensorData
 
 from .handle import SHM_DIR, ShmTensorHandle

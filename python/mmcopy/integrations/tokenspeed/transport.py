@@ -11,7 +11,7 @@ from mmcopy.metrics import Counter, Metrics
 from mmcopy.receive.group import ParallelOptions, Strategy, choose_strategy
 from mmcopy.receive.group.collective import CollectiveReceive, PackedDestination
 from mmcopy.receive.group.group import RankGroup
-from mmcopy.receive.sources import Source
+from mmcopy.receive.request import Source
 from mmcopy.tensors import TensorData
 
 from .pending import AttachedOpener, DeviceFeatureItem, Pending

@@ -17,9 +17,6 @@ from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import DeviceError, DeviceMemoryError
 from mmcopy.metrics import Metrics
 from mmcopy.receive.in_place import DirectCopies, Reading
-from mmcopy.receive.leases import LeaseSource
-from mmcopy.receive.packed import views_into
-from mmcopy.receive.pipeline import Filling, Pipeline
 from mmcopy.receive.plan import (
     ALIGN_BYTES,
     chunk_bytes_for,
@@ -28,14 +25,14 @@ from mmcopy.receive.plan import (
     plan_packed,
     plan_scattered,
     plan_windows,
+    views_into,
 )
-from mmcopy.receive.ring import Slot, StagingRing, wait_for_event
-from mmcopy.receive.sources import Described, Source
+from mmcopy.receive.request import Described, LeaseSource, Source
+from mmcopy.receive.staging import Filling, Pipeline, Slot, StagingRing, wait_for_event
 
-from .arenas import ArenaRegistry
 from .pinned import allocate_slots
-from .runtime import find_current_stream, find_runtime
-from .stream import CopyStream, Event
+from .registration import ArenaRegistry
+from .stream import CopyStream, Event, find_current_stream, find_runtime
 
 if TYPE_CHECKING:
     import torch

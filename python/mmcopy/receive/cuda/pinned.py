@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 
 from mmcopy.errors import DeviceError
-from mmcopy.receive.sources import ByteArray
+from mmcopy.receive.request import ByteArray
 
 __all__ = ["allocate_slots"]
 

@@ -31,8 +31,8 @@ from mmcopy.errors import (
     SegmentPermissionError,
 )
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.receive.packed import views_into
-from mmcopy.receive.sources import Described, Source
+from mmcopy.receive.plan import views_into
+from mmcopy.receive.request import Described, Source
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .agreement import agree, gather_reachability
@@ -80,7 +80,7 @@ class PackedDestination(Protocol):
 
 
 class Opener(Protocol):
-    """Where sources come from; :class:`mmcopy.receive.sources.SourceOpener` opens them by name."""
+    """Where sources come from; :class:`mmcopy.receive.request.SourceOpener` opens them by name."""
 
     def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]: ...
 

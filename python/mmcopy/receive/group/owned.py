@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mmcopy.config import default_num_threads
 from mmcopy.errors import DeviceMemoryError
 from mmcopy.receive.plan import ALIGN_BYTES
-from mmcopy.receive.sources import InlineSource, Source
+from mmcopy.receive.request import InlineSource, Source
 from mmcopy.tensors import Inline, TensorData
 
 if TYPE_CHECKING:
