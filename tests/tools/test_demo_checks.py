@@ -17,7 +17,7 @@ from mmcopy.tools.demo.checks import Checker, Row, Sent, linked
 from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.job import Job, Outcome
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers
-from mmcopy.tools.demo.pictures import Hand, noise
+from mmcopy.tools.demo.pictures import Attachments, noise
 from mmcopy.tools.demo.report import json_line
 from mmcopy.tools.demo.worker import bytes_on_device, plain_digest
 from tests.rigs.oracle import encoder_input, side_tensors
@@ -25,7 +25,7 @@ from tests.rigs.oracle_families import PREPROCESSING
 
 FAMILY = FAMILIES["qwen3_vl"]
 PICTURES = (noise(64, 64), noise(96, 64, seed=1))
-HAND = Hand(PICTURES)
+ATTACHED = Attachments(PICTURES)
 
 
 def tensor(name: str, array: Any, dtype: str) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def report(request_id: str = "r1", **changes: Any) -> dict[str, Any]:
 
 def judged(**changes: Any) -> list[Row]:
     checker = Checker(FAMILY, engine="tokenspeed", dtype="bfloat16", device="cpu")
-    (link,) = linked([Sent(1, HAND, "r1")], [report(items=[item(PICTURES[0], **changes)])])
+    (link,) = linked([Sent(1, ATTACHED, "r1")], [report(items=[item(PICTURES[0], **changes)])])
     return checker.rows(link)
 
 
 def test_right_tensors_pass_and_the_encoders_input_comes_first() -> None:
     checker = Checker(FAMILY, engine="tokenspeed", dtype="bfloat16", device="cpu")
-    (link,) = linked([Sent(1, HAND, "r1")], [report()])
+    (link,) = linked([Sent(1, ATTACHED, "r1")], [report()])
     rows = checker.rows(link)
     assert [row.tensor for row in rows] == [
         "item0.encoder_input",
@@ -79,11 +79,11 @@ def test_right_tensors_pass_and_the_encoders_input_comes_first() -> None:
         "item1.encoder_input",
         "item1.patches_per_image",
     ]
-    assert {(row.check, row.fault) for row in rows} == {("numpy", "")}
+    assert {(row.check, row.error) for row in rows} == {("numpy", "")}
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "error"),
     [
         ({"device_sha256": "0" * 64}, "not those of the payload"),
         ({"device_sha256": "0" * 64, "plain_sha256": "0" * 64}, "not those that numpy computes"),
@@ -93,25 +93,25 @@ def test_right_tensors_pass_and_the_encoders_input_comes_first() -> None:
         ({"shape": [1536, 16]}, "want bfloat16 [16, 1536]"),
     ],
 )
-def test_each_fault_is_named(changes: dict[str, Any], fault: str) -> None:
+def test_each_error_is_named(changes: dict[str, Any], error: str) -> None:
     row, side = judged(**changes)
     assert row.check == "numpy"
-    assert side.fault == ""
-    assert fault in row.fault
+    assert side.error == ""
+    assert error in row.error
 
 
 def test_a_tensor_that_cannot_be_recomputed_has_its_checksum() -> None:
     checker = Checker(FAMILY, engine="tokenspeed", dtype="bfloat16", device="cpu")
-    hand = Hand((noise(65, 64),))
+    attached = Attachments((noise(65, 64),))
     other = tensor("encoder_input", np.zeros((2, 2), np.uint16), "bfloat16")
-    for digest, fault in (
+    for digest, error in (
         (other["plain_sha256"], ""),
         ("1" * 64, "the bytes on the device are not those of the payload"),
     ):
         line = report(items=[{"modality": "image", "tensors": [{**other, "device_sha256": digest}]}])
-        (link,) = linked([Sent(1, hand, "r1")], [line])
+        (link,) = linked([Sent(1, attached, "r1")], [line])
         (row,) = checker.rows(link)
-        assert (row.check, row.fault) == ("checksum", fault)
+        assert (row.check, row.error) == ("checksum", error)
 
 
 def test_encode_is_linked_by_its_room_and_strangers_are_left_out() -> None:
@@ -122,21 +122,21 @@ def test_encode_is_linked_by_its_room_and_strangers_are_left_out() -> None:
         report("somebody else's", items=[]),
         report(role="decode", items=[]),
     ]
-    links = linked([Sent(4, HAND, "r1"), Sent(5, HAND, "", "status 500")], lines)
+    links = linked([Sent(4, ATTACHED, "r1"), Sent(5, ATTACHED, "", "status 500")], lines)
     assert [(link.report["role"], link.first_item) for link in links] == [("encode", 1), ("prefill", 0), ("decode", 0)]
     rows = Checker(FAMILY, engine="tokenspeed", dtype="bfloat16", device="cpu").rows(links[0])
-    assert [(row.tensor, row.fault, row.request) for row in rows] == [
+    assert [(row.tensor, row.error, row.request) for row in rows] == [
         ("item1.encoder_input", "", 4),
         ("item1.patches_per_image", "", 4),
     ]
 
 
 def test_what_did_not_arrive_is_a_failure() -> None:
-    job = Job(family=FAMILY, hands=[HAND], topology="epd")
-    sent = Sent(1, HAND, "r1")
+    job = Job(family=FAMILY, attachments=[ATTACHED], topology="epd")
+    sent = Sent(1, ATTACHED, "r1")
     links = linked([sent], [report(role="prefill", items=[])])
-    faults = job_module.missing(job, sent, links)
-    assert faults == [
+    errors = job_module.missing(job, sent, links)
+    assert errors == [
         "request 1: 1 of 4 calls were reported by the workers",
         "request 1: 0 of 2 encoder inputs arrived",
     ]
@@ -153,7 +153,7 @@ def test_only_own_new_files_are_leftovers(tmp_path: Path) -> None:
     found = leftovers.found(gateway_pids=[7], handed=["handed", "handed-before", "consumed"])
     assert found == [Leftover("handed", 5), Leftover("smg-tokenspeed-7-2-1", 5)]
     assert leftovers.found(gateway_pids=[], handed=[]) == []
-    leftovers.remove(found)
+    leftovers.unlink(found)
     assert leftovers.found(gateway_pids=[7], handed=["handed"]) == []
     assert (tmp_path / "smg-tokenspeed-77-2-1").exists()
 
@@ -170,7 +170,7 @@ def test_settling_waits_for_the_last_one_and_no_longer() -> None:
 def test_the_json_line_counts() -> None:
     row = Row(1, "regular", "item0.encoder_input", "bfloat16", (2,), "segment", 4, 0.1, "numpy")
     bad = Row(1, "regular", "item0.image_grid_thw", "int64", (1, 3), "inline", 24, 0.1, "numpy", "wrong")
-    outcome = Outcome(sent=[Sent(1, HAND, "r1")], rows=[row, bad], leftovers=[Leftover("a", 1)], device="cpu")
+    outcome = Outcome(sent=[Sent(1, ATTACHED, "r1")], rows=[row, bad], leftovers=[Leftover("a", 1)], device="cpu")
     assert json.loads(json_line(outcome)) == {
         "requests": 1,
         "tensors": 2,
@@ -181,7 +181,7 @@ def test_the_json_line_counts() -> None:
     }
     assert not outcome.good
     assert Outcome(rows=[row]).good
-    assert not Outcome(rows=[row], faults=["x"]).good
+    assert not Outcome(rows=[row], errors=["x"]).good
     assert not Outcome(leftovers=[Leftover("a", 1)]).good
 
 
@@ -196,7 +196,7 @@ def test_the_json_line_counts() -> None:
 )
 def test_a_job_that_cannot_be_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        Job(family=FAMILY, hands=[HAND], **options)
+        Job(family=FAMILY, attachments=[ATTACHED], **options)
 
 
 def test_the_plain_read_sees_the_bytes_or_says_why(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mmcopy.tools.demo.families import FAMILIES
 from mmcopy.tools.demo.job import Job, run_job
-from mmcopy.tools.demo.pictures import Hand, gradient, noise
+from mmcopy.tools.demo.pictures import Attachments, gradient, noise
 from tests.rigs.oracle import expected_tensors
 from tests.rigs.oracle_families import PREPROCESSING, Layout
 
@@ -27,17 +27,17 @@ RUNS = {
 )
 def test_bit_for_bit(name: str, engine: str, dtype: str) -> None:
     sizes = PREPROCESSING[name].sizes
-    hand = Hand((noise(*sizes[0]), gradient(*sizes[-1])))
+    attached = Attachments((noise(*sizes[0]), gradient(*sizes[-1])))
     job = Job(
         family=FAMILIES[name],
-        hands=[hand],
+        attachments=[attached],
         engine=engine,  # type: ignore[arg-type]
         framework="numpy",
         encoder_dtype=dtype,
     )
     outcome = run_job(job, expect=expected_tensors)
-    assert outcome.faults == []
-    assert [row.fault for row in outcome.rows] == [""] * len(outcome.rows)
+    assert outcome.errors == []
+    assert [row.error for row in outcome.rows] == [""] * len(outcome.rows)
     assert outcome.leftovers == []
     pixels = [row for row in outcome.rows if row.tensor.endswith((".encoder_input", ".pixel_values"))]
     assert [row.dtype for row in pixels] == [dtype] * (1 if engine == "vllm" else 2)

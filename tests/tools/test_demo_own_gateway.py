@@ -26,10 +26,10 @@ from mmcopy.errors import ConfigError
 from mmcopy.tools.cli import main
 from mmcopy.tools.demo import checks, job, own_gateway, own_gateway_process
 from mmcopy.tools.demo.chat import http
-from mmcopy.tools.demo.expected import RECOMPUTED, Recomputed, expected_tensors, prepared, rounded
-from mmcopy.tools.demo.families import FAMILIES
+from mmcopy.tools.demo.expected import Recomputed, expected_tensors, prepared, rounded
+from mmcopy.tools.demo.families import FAMILIES, RECOMPUTED
 from mmcopy.tools.demo.leftovers import Leftover, Leftovers, sender_ids_of
-from mmcopy.tools.demo.pictures import Hand, decode, decoded, noise, picture_from_file
+from mmcopy.tools.demo.pictures import Attachments, decode, decoded, noise, picture_from_file
 from mmcopy.tools.process import ChildProcess
 from tests.rigs.waiting import settle
 
@@ -210,12 +210,12 @@ def test_pictures_that_need_a_resize_and_videos_are_refused(tmp_path: Path, capf
     assert main(["demo", "--gateway", "mmcopy", "--image", str(odd)]) == 2
     assert "qwen3_vl does not take 133x77 as it is (both sides have to be multiples of 32" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="videos need gateway smg"):
-        job.Job(family=FAMILIES["qwen3_vl"], hands=[Hand(videos=(b"",))], gateway="mmcopy")
+        job.Job(family=FAMILIES["qwen3_vl"], attachments=[Attachments(videos=(b"",))], gateway="mmcopy")
     # Those that are not sent do not matter.
-    hands = [Hand((noise(64, 64),)), Hand((noise(133, 77),))]
-    job.Job(family=FAMILIES["qwen3_vl"], hands=hands, gateway="mmcopy", requests=1)
+    attachments = [Attachments((noise(64, 64),)), Attachments((noise(133, 77),))]
+    job.Job(family=FAMILIES["qwen3_vl"], attachments=attachments, gateway="mmcopy", requests=1)
     with pytest.raises(ConfigError, match="133x77"):
-        job.Job(family=FAMILIES["qwen3_vl"], hands=hands, gateway="mmcopy", requests=2)
+        job.Job(family=FAMILIES["qwen3_vl"], attachments=attachments, gateway="mmcopy", requests=2)
 
 
 def test_what_is_prepared_becomes_after_the_cast_what_is_expected() -> None:
@@ -243,14 +243,14 @@ def test_files_are_decoded_for_a_gateway_that_decodes_alike(tmp_path: Path) -> N
 
     path = tmp_path / "a.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
-    hand = Hand((picture_from_file(path), noise(64, 64)))
-    assert hand.pictures[0].pixels is None
-    full = decoded(hand)
+    attached = Attachments((picture_from_file(path), noise(64, 64)))
+    assert attached.pictures[0].pixels is None
+    full = decoded(attached)
     assert np.array_equal(full.pictures[0].pixels, decode(path.read_bytes()))  # type: ignore[arg-type]
-    assert full.pictures[1].pixels is hand.pictures[1].pixels
+    assert full.pictures[1].pixels is attached.pictures[1].pixels
     path.write_bytes(path.read_bytes().partition(b"\xff\xda")[0])
     with pytest.raises(ConfigError, match=r"a\.jpg 64x64 is damaged"):
-        decoded(Hand((picture_from_file(path),)))
+        decoded(Attachments((picture_from_file(path),)))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_lease_has_only_numpy_to_vouch_for_it() -> None:
     tensor |= {"plain_sha256": None, "plain_error": None}
     assert checks._judge(tensor, ("uint8", (2,), "a"), "cpu") == ("numpy", "")
     assert "not those that numpy computes" in checks._judge(tensor, ("uint8", (2,), "b"), "cpu")[1]
-    assert "nothing to hold it against" in checks._judge(tensor, None, "cpu")[1]
+    assert "nothing to compare it with" in checks._judge(tensor, None, "cpu")[1]
 
 
 def test_what_a_sender_of_mmcopy_left_is_found_by_its_name(shm_dir: Path) -> None:

@@ -14,7 +14,7 @@ from mmcopy.errors import ConfigError
 from mmcopy.tools.demo.chat import data_url, media_type_of
 from mmcopy.tools.demo.expected import kept_size
 from mmcopy.tools.demo.families import FAMILIES
-from mmcopy.tools.demo.pictures import generated_hands, noise, own_hands, photo, picture_from_file
+from mmcopy.tools.demo.pictures import attachments_of_files, generated_attachments, noise, photo, picture_from_file
 
 
 def save(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 10), **options: Any) -> Path:
@@ -23,11 +23,11 @@ def save(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 10), **opti
 
 
 def test_the_generated_set_has_small_kept_sizes_and_a_photo() -> None:
-    hands = generated_hands()
-    *small, large = [picture for hand in hands for picture in hand.pictures]
+    attachments = generated_attachments()
+    *small, large = [picture for attached in attachments for picture in attached.pictures]
     assert all(kept_size(picture.width, picture.height) for picture in (*small, large))
     assert large.width * large.height >= 12_000_000
-    assert all(len(hand.pictures) <= family.max_images for hand in hands for family in FAMILIES.values())
+    assert all(len(attached.pictures) <= family.max_images for attached in attachments for family in FAMILIES.values())
     assert len({picture.file for picture in small}) == len(small)
 
 
@@ -83,9 +83,14 @@ def test_own_files_are_dealt_in_hands_and_videos_alone(tmp_path: Path) -> None:
     files = [save(tmp_path / f"{i}.png") for i in range(5)]
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(b"\0\0\0\x18ftypmp42")
-    hands = own_hands(files, [clip], images_max=2)
-    assert [(len(hand.pictures), len(hand.videos)) for hand in hands] == [(2, 0), (2, 0), (1, 0), (0, 1)]
-    assert hands[-1].videos == (clip.read_bytes(),)
+    attachments = attachments_of_files(files, [clip], images_max=2)
+    assert [(len(attached.pictures), len(attached.videos)) for attached in attachments] == [
+        (2, 0),
+        (2, 0),
+        (1, 0),
+        (0, 1),
+    ]
+    assert attachments[-1].videos == (clip.read_bytes(),)
 
 
 def test_media_types_come_from_the_bytes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mmcopy.tools.demo import expected
 from mmcopy.tools.demo.expected import ENCODER_DTYPES, rounded
-from mmcopy.tools.demo.families import FAMILIES
+from mmcopy.tools.demo.families import FAMILIES, RECOMPUTED
 from tests.rigs.oracle import (
     channel_tables,
     encoder_input,
@@ -223,8 +223,8 @@ def test_one_unknown_picture_makes_the_joined_tensor_unknown() -> None:
 @pytest.mark.parametrize("engine", ["tokenspeed", "vllm"])
 @pytest.mark.parametrize("dtype", ENCODER_DTYPES)
 def test_what_the_demo_recomputes_of_its_one_family_is_the_same(engine: str, dtype: str) -> None:
-    family = FAMILIES[expected.RECOMPUTED]
-    sizes = [*PREPROCESSING[expected.RECOMPUTED].sizes, (64, 64), (65, 64)]
+    family = FAMILIES[RECOMPUTED]
+    sizes = [*PREPROCESSING[RECOMPUTED].sizes, (64, 64), (65, 64)]
     for pictures in ([(noise(*size), *size) for size in sizes], [(noise(*sizes[0]), *sizes[0])], [(None, 96, 64)]):
         demos = expected.expected_tensors(family, pictures, engine=engine, dtype=dtype)
         oracles = expected_tensors(family, pictures, engine=engine, dtype=dtype)
@@ -250,4 +250,4 @@ def test_the_oracle_knows_every_family_of_the_demo() -> None:
 def test_the_demo_recomputes_no_other_family() -> None:
     for name, family in FAMILIES.items():
         made = expected.expected_tensors(family, [(noise(640, 480), 640, 480)], engine="vllm", dtype="float32")
-        assert bool(made) == (name == expected.RECOMPUTED)
+        assert bool(made) == (name == RECOMPUTED)

@@ -1,7 +1,7 @@
-"""Runs a command that ends when the process that started it is gone, however that one ended.
+"""Runs a command that ends when the process that started it ends, in whichever way.
 
-``python -I -S lifeline.py FD COMMAND...`` replaces itself with COMMAND, which so keeps this process id, after it
-forked a watcher. The watcher waits for FD, the reading end of a pipe, to close: its writing end lives in the process
+``python -I -S lifeline.py FD COMMAND...`` forks a watcher and replaces itself with COMMAND, which thus keeps this
+process id. The watcher waits for FD, the reading end of a pipe, to close: its writing end lives in the process
 that started us, and the kernel closes it even on ``kill -9``. Then it ends COMMAND, first politely. Both are known to
 the watcher by file descriptor, so neither a reused process id nor a thread that ended is taken for anything else.
 

@@ -93,7 +93,7 @@ class ChildProcess:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def stop(self) -> int | None:
-        """SIGTERM, at most ``stop_timeout_s`` seconds of patience, SIGKILL; then it is gone. Idempotent."""
+        """SIGTERM, then SIGKILL after ``stop_timeout_s``; the process has ended afterwards. Idempotent."""
         if self._process is None:
             return None
         if self._process.poll() is None:
@@ -103,20 +103,20 @@ class ChildProcess:
                 self._process.wait(self.stop_timeout_s)
             except subprocess.TimeoutExpired:
                 return self.kill()
-        self._let_go()
+        self._close_lifeline()
         return self._process.returncode
 
     def kill(self) -> int | None:
-        """SIGKILL, and waits for the end: what a crash looks like to everybody else. Idempotent."""
+        """SIGKILL, and wait for the end: to everything else it looks like a crash. Idempotent."""
         if self._process is None:
             return None
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         code = self._process.wait(self.stop_timeout_s)
-        self._let_go()
+        self._close_lifeline()
         return code
 
-    def _let_go(self) -> None:
+    def _close_lifeline(self) -> None:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None

@@ -1,4 +1,4 @@
-"""Ctrl-C as a question that is asked where stopping is safe, not as an exception that may come anywhere."""
+"""Ctrl-C as a flag that is checked where stopping is safe, not as an exception that may come anywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raises :class:`Interrupted` when a signal came since this was entered; may be asked again and again."""
+        """Raises :class:`Interrupted` when a signal came since this was entered; may be called repeatedly."""
         if self._number is not None:
             raise Interrupted(self._number)
 

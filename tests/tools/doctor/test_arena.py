@@ -14,8 +14,8 @@ GOOD, WARNING = Status.GOOD, Status.WARNING
 @pytest.mark.parametrize(
     ("trial", "status", "found"),
     [
-        (arena.Trial(), GOOD, "sealed in its size and against running; read-only for workers"),
-        (arena.Trial(is_noexec=False), GOOD, "(the seal against running: not known to this kernel); read-only"),
+        (arena.Trial(), GOOD, "sealed in its size and against execution; read-only for workers"),
+        (arena.Trial(is_noexec=False), GOOD, "(this kernel does not know the seal against execution); read-only"),
         (arena.Trial(is_read_only=False), WARNING, "but workers could write to it"),
         (arena.Trial("memfd_create: errno 1"), WARNING, "no: memfd_create: errno 1"),
     ],

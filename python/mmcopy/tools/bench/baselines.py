@@ -1,6 +1,7 @@
-"""What people write without mmcopy: honest plain code, one small function each. Blocks or queues as its docstring says.
+"""Plain code without mmcopy, one small function each.
 
-Each takes the messages of one request and returns one new array a tensor, and leaves no segment behind.
+Each takes the messages of one request, returns one new array per tensor, and leaves no segment behind. The docstring
+says whether it blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from .place import ByteArray, Place
 
-__all__ = ["Named", "inline", "pageable", "publish_shared_memory", "remove_shared_memory", "shared_memory_staged"]
+__all__ = ["Named", "inline", "pageable", "publish_shared_memory", "shared_memory_staged", "unlink_shared_memory"]
 
 Named = tuple[str, int]
 """A segment's name and the bytes in it."""
@@ -25,9 +26,9 @@ Named = tuple[str, int]
 def shared_memory_staged(place: Place, segments: Sequence[Named], *, shm_dir: str) -> list[Any]:
     """SharedMemory, a pinned staging buffer, an asynchronous copy, unlink: how serving engines do it with torch.
 
-    The staging buffer is asked for in the request. torch keeps pinned memory that was freed and gives it out again, so
-    after the first request of a size no memory is pinned. Queued only; the unlink runs beside the copy to the GPU. In
-    host memory the staging buffer, not pinned, is the result.
+    The staging buffer is allocated in the request. torch caches pinned memory that was freed, so that only the first
+    request of a size pins any. The copy is queued; the unlink runs beside it. In host memory the staging buffer, not
+    pinned, is the result.
     """
     arrays = []
     for name, nbytes in segments:
@@ -50,7 +51,7 @@ def pageable(place: Place, segments: Sequence[Named], *, shm_dir: str) -> list[A
 
 
 def publish_shared_memory(parts: Sequence[ByteArray]) -> list[Named]:
-    """One new SharedMemory a tensor, filled by numpy; who receives removes it. Blocks until every byte is there."""
+    """One new SharedMemory per tensor, filled by numpy; the receiver unlinks it. Blocks until every byte is there."""
     named: list[Named] = []
     try:
         for part in parts:
@@ -58,13 +59,13 @@ def publish_shared_memory(parts: Sequence[ByteArray]) -> list[Named]:
                 named.append((memory.name, len(part)))
                 np.copyto(np.ndarray(len(part), np.uint8, memory.buf), part)
     except BaseException:
-        remove_shared_memory(named)
+        unlink_shared_memory(named)
         raise
     return named
 
 
-def remove_shared_memory(named: Sequence[Named]) -> None:
-    """Take back what nobody received."""
+def unlink_shared_memory(named: Sequence[Named]) -> None:
+    """Unlink what was not received."""
     for name, _ in named:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join("/dev/shm", name))  # noqa: PTH108, PTH118
@@ -80,7 +81,7 @@ def _attach(name: str) -> SharedMemory:
 
 
 def _untracked(**arguments: Any) -> SharedMemory:
-    """Without the resource tracker, which would take the segment for this process's own to remove."""
+    """Without the resource tracker, which would unlink the segment when this process ends."""
     register = resource_tracker.register
     resource_tracker.register = _not_tracked
     try:

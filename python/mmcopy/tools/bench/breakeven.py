@@ -14,12 +14,12 @@ NEVER = 1 << 62
 """A threshold that no receive reaches."""
 
 WORTH = 0.97
-"""A strategy has to take 3 % less time than those before it: what needs no collective is simpler."""
+"""A strategy has to take 3 % less time than those before it, which need less communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Bytes of one receive from which on a strategy is the fastest at every larger size measured; None: at no size."""
+    """Bytes of one receive from which a strategy is the fastest, there and at every larger size; None: at no size."""
 
     ranks: int
     broadcast_bytes: int | None
@@ -35,7 +35,7 @@ class BreakEven:
 
     @property
     def advice(self) -> str:
-        """Two lines: what was seen, and what to write."""
+        """Two lines: what was measured, and the setting to use."""
         seen = ", ".join(
             f"{name} from {bytes_text(nbytes)} on" if nbytes is not None else f"{name} at no size"
             for name, nbytes in (("broadcast", self.broadcast_bytes), ("scatter", self.scatter_bytes))

@@ -1,4 +1,4 @@
-"""``mmcopy bench e2e``: two real processes, from the sender's private array to a synchronised tensor on the device."""
+"""``mmcopy bench e2e``: from the sender's private array to a synchronised tensor on the device, in two processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class E2eRow(Row):
     receive_s: float
     """Median of the receiving process alone."""
     consumer_cpu_s_per_gib: float
-    """Processor seconds of all the receiving process's threads, for 2**30 bytes."""
+    """Processor seconds of all threads of the receiving process, for 2**30 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,19 @@ def run_e2e(
 ) -> E2eResult:
     """Measure ``cases`` one after the other: this process sends, another receives. Paths take turns.
 
-    ``num_threads`` copy threads on either side. Raises :class:`BytesDifferError` when a path delivers wrong bytes,
-    :class:`PeerError`, :class:`NoSpaceError`, :class:`LeftBehindError`; nothing is left in /dev/shm then either.
+    Args:
+        cases: What to measure.
+        device: Where the other process receives.
+        num_threads: Copy threads on either side.
+        effort: Rounds per case.
+        poll: Called where stopping leaves nothing behind; may raise.
+        say: Called with what was done.
+
+    Raises:
+        BytesDifferError: A path delivered wrong bytes.
+        LeftBehindError: A path left a segment or a lease; it is gone when this returns.
+        NoSpaceError: /dev/shm is too small.
+        PeerError: The other process failed.
     """
     check_space(cases, free_bytes=free_bytes(SHM_DIR), shm_dir=SHM_DIR)
     effort = effort or Effort()
@@ -93,7 +104,7 @@ def run_e2e(
 
 
 def e2e_table(result: E2eResult) -> Table:
-    """One group a case, one row a path."""
+    """One group per case, one row per path."""
     columns = ("end to end", "IQR", "GB/s", "versus", "receiving", "CPU s/GiB")
     return case_table(columns, result.rows, _cells, result.roles)
 
@@ -148,7 +159,7 @@ def _paths(load: Load, sender: Sender, peer: Peer, *, limit: str) -> list[Path]:
             Role.BASELINE,
             publish_named,
             receive("shared_memory_staged"),
-            cancel=baselines.remove_shared_memory,
+            cancel=baselines.unlink_shared_memory,
         ),
         Path("inline", Role.BASELINE, lambda: [part.tobytes() for part in load.parts], receive("inline")),
     ]

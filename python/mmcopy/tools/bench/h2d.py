@@ -1,4 +1,4 @@
-"""``mmcopy bench h2d``: receiving against its limit and against plain code."""
+"""``mmcopy bench h2d``: receiving in one process, beside its limit and plain code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .timing import measure
 __all__ = ["SHM_DIR", "H2dResult", "h2d_table", "run_h2d"]
 
 SHM_DIR = "/dev/shm"
-"""Where SharedMemory, and so a baseline, looks."""
+"""Where SharedMemory, and with it a baseline, looks."""
 
 CONNECT_LIMIT_S = 60.0
 """For making an arena and handing it over."""
@@ -53,7 +53,7 @@ def run_h2d(
     poll: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> H2dResult:
-    """Measure ``cases`` one after the other. Blocks for about ``effort.seconds`` a case, longer for large ones.
+    """Measure ``cases`` one after the other. Blocks for about ``effort.seconds`` per case, longer for large ones.
 
     At most one message is in /dev/shm at a time. Host memory in use reaches about four times the largest case, the
     GPU's about twice.
@@ -93,7 +93,7 @@ def run_h2d(
 
 
 def h2d_table(result: H2dResult) -> Table:
-    """One group a case, one row a path."""
+    """One group per case, one row per path."""
     columns = ("median", "IQR", "GB/s", "of limit", "versus")
     return case_table(columns, result.rows, _cells, result.roles)
 
@@ -113,7 +113,7 @@ def h2d_notes(result: H2dResult) -> str:
     limit = (
         "one asynchronous copy out of memory that is pinned and filled already"
         if result.limit == "pinned_h2d"
-        else "one copy between two pieces of host memory that are mapped already; it and the baselines use one thread"
+        else "one copy between two blocks of host memory that are mapped already; it and the baselines use one thread"
     )
     lines = [f"limit ({result.limit}): {limit}."]
     if any(row.count > 1 for row in result.rows):

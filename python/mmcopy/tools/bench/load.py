@@ -1,4 +1,4 @@
-"""The bytes of one case, as a sender has them, and the check that they arrived."""
+"""The bytes of one case in the sender's memory, and the check that they arrived."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BLOCK_BYTES = 16 << 20
 
 
 class BytesDifferError(MmcopyError):
-    """A path delivered other bytes than were sent: its times mean nothing."""
+    """A path delivered other bytes than were sent, so its times mean nothing."""
 
 
 class Load:
-    """Random bytes of a whole case in one piece of host memory (page-locked for a GPU), and its tensors in it."""
+    """Random bytes of a whole case in one block of host memory (page-locked for a GPU), and its tensors in it."""
 
     def __init__(self, case: Case, place: Place, *, seed: int = 0) -> None:
         self.case = case
@@ -36,16 +36,16 @@ class Load:
 
     @property
     def parts(self) -> list[ByteArray]:
-        """One array a tensor, which shares the load's memory."""
+        """One array per tensor, which shares the load's memory."""
         step = self.case.nbytes
         return [self._bytes[start : start + step] for start in range(0, self.case.total_bytes, step)]
 
     def change(self) -> None:
-        """Change every byte, so that memory that holds what was delivered before does not pass for right."""
+        """Change every byte, so that memory with an earlier delivery does not pass the check."""
         np.add(self._bytes, 1, out=self._bytes)
 
     def check(self, arrays: Sequence[Any], *, path: str) -> None:
-        """Raise :class:`BytesDifferError` unless ``arrays``, one behind the other, are the bytes of this load."""
+        """Raise :class:`BytesDifferError` unless ``arrays``, one after the other, are the bytes of this load."""
         start = 0
         for number, array in enumerate(arrays):
             found = self.place.to_numpy(array).reshape(-1)
@@ -68,6 +68,6 @@ class Load:
 
 
 def _equal(a: ByteArray, b: ByteArray) -> bool:
-    """Whether two arrays of one length are equal, block by block: the comparison's own memory stays small."""
+    """Whether two arrays of one length are equal, block by block to keep the comparison's memory small."""
     starts = range(0, len(a), BLOCK_BYTES)
     return all(np.array_equal(a[start : start + BLOCK_BYTES], b[start : start + BLOCK_BYTES]) for start in starts)

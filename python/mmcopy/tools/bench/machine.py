@@ -1,4 +1,4 @@
-"""What the figures were measured on, in one line: without it they say nothing."""
+"""What the figures were measured on, in one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe(device: str) -> str:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, or the architecture where the kernel tells no name."""
+    """The processor's name, or the architecture where the kernel gives no name."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The receiving process of ``mmcopy bench e2e``: a worker that does nothing but receive, with its device to itself."""
+"""The receiving process of ``mmcopy bench e2e``: a worker that only receives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWER_LIMIT_S = 120.0
 
 
 class PeerError(MmcopyError):
-    """The receiving process failed, or is gone."""
+    """The receiving process failed, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Ready:
 
 
 def digest(arrays: Sequence[Any]) -> str:
-    """Of the bytes of flat uint8 arrays, one behind the other."""
+    """Of the bytes of flat uint8 arrays, one after the other."""
     state = hashlib.blake2b(digest_size=16)
     for array in arrays:
         state.update(memoryview(array))
@@ -73,7 +73,7 @@ def digest(arrays: Sequence[Any]) -> str:
 
 
 class Peer:
-    """A process with a Receiver. It ends with this one, whatever happens to it. Not for several threads."""
+    """A process with a Receiver, which ends when this process does. Not thread-safe."""
 
     def __init__(self, device: str, *, num_threads: int | None, shm_dir: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -90,7 +90,7 @@ class Peer:
             raise
         self.header = ready.header
         self.worker = WorkerSpec("bench", labels={ENDPOINT_LABEL: ready.endpoint})
-        """Who a sender has to be told that it sends to."""
+        """The worker that a sender sends to."""
 
     def ask(self, request: Receive | Limit) -> Received:
         """Send a request and wait for its answer. Raises :class:`PeerError`."""
@@ -130,7 +130,7 @@ class Peer:
 
 
 def _serve(connection: Connection, device: str, num_threads: int | None, shm_dir: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, who closes the connection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes the connection
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mmcopy-bench-") as directory,
@@ -181,8 +181,8 @@ class _Serving:
         self._place.synchronize()
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         nbytes = sum(len(array) for array in arrays)
-        told = digest([self._place.to_numpy(array) for array in arrays]) if request.check else ""
-        return Received(nbytes, seconds, cpu_s, told)
+        found = digest([self._place.to_numpy(array) for array in arrays]) if request.check else ""
+        return Received(nbytes, seconds, cpu_s, found)
 
     def _limit(self, nbytes: int) -> Received:
         if nbytes not in self._pinned:

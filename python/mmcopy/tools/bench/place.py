@@ -1,6 +1,6 @@
-"""Where a benchmark's bytes go, in host memory or on one GPU, and the few copies that plain code makes there.
+"""Where a benchmark's bytes go, host memory or one GPU, and the copies that plain code makes there.
 
-Arrays are flat uint8. Nothing here uses mmcopy: what baselines do is all to be seen.
+Arrays are flat uint8. Nothing here uses mmcopy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Place(Protocol):
     """A device, and the primitives that baselines are written in."""
 
     limit_name: str
-    """What the fastest possible way is called here."""
+    """The name of the fastest possible path here."""
     is_gpu: bool
 
     def host(self, nbytes: int) -> Any:
-        """New host memory that copies to the device run fastest from: page-locked for a GPU."""
+        """New host memory from which copies to the device are fastest: page-locked for a GPU."""
 
     def view(self, buffer: Any, nbytes: int) -> Any:
         """The first bytes of ``buffer`` as an array that shares its memory."""
@@ -35,16 +35,16 @@ class Place(Protocol):
         """A new array on the device with the bytes of any host memory. ``src`` may be reused at once."""
 
     def upload_async(self, src: Any) -> Any:
-        """The same from page-locked memory, only queued. In host memory ``src`` itself: it is there already."""
+        """The same from page-locked memory, queued. In host memory it is ``src`` itself."""
 
     def empty(self, nbytes: int) -> Any:
         """An array of zeros on the device, every page of it touched."""
 
     def overwrite(self, dst: Any, src: Any) -> None:
-        """Copy ``src`` of :meth:`host` into ``dst`` of :meth:`empty`; queued only on a GPU."""
+        """Copy ``src`` of :meth:`host` into ``dst`` of :meth:`empty`; on a GPU only queued."""
 
     def synchronize(self) -> None:
-        """Block until the device has done all it was given."""
+        """Block until the device has finished everything queued."""
 
     def to_numpy(self, array: Any) -> ByteArray:
         """The bytes of an array of this place; host memory is shared, not copied."""
@@ -87,7 +87,7 @@ class HostPlace:
 class CudaPlace:
     """One GPU, torch tensors. The device is one that a Receiver has accepted, so torch is there and finds it.
 
-    It becomes the process's current device: otherwise torch would pin memory through the first GPU.
+    It becomes the process's current device; otherwise torch would pin memory through the first GPU.
     """
 
     limit_name = "pinned_h2d"

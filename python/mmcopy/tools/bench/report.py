@@ -1,4 +1,4 @@
-"""From seconds to figures: median, spread, GB/s, and how they compare. Pure functions."""
+"""From seconds to figures: median, spread, GB/s and ratios. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
     nbytes: int
     """Bytes of one tensor."""
     count: int
-    """Tensors in the one receive."""
+    """Tensors per receive."""
     median_s: float
     iqr_s: float
     """Third quartile less the first."""
@@ -72,7 +72,7 @@ def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[fl
 def case_table(
     columns: tuple[str, ...], rows: Sequence[R], cells: Callable[[R], Sequence[str]], roles: Mapping[str, Role]
 ) -> Table:
-    """One group a case, one row a path: the case, the path, and ``cells``."""
+    """One group per case, one row per path: the case, the path, and ``cells``."""
     table = Table(("tensors", "path", *columns), left=2)
     before: Case | None = None
     for row in rows:

@@ -37,14 +37,14 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """``"num_threads=8, slot_bytes=2097152"``: as a Receiver takes it, and never the same for two settings."""
+        """``"num_threads=8, slot_bytes=2097152"``: as a Receiver takes it, and unique for each setting."""
         threads = f"num_threads={self.num_threads}"
         return threads if self.slot_bytes is None else f"{threads}, slot_bytes={self.slot_bytes}"
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One setting and one size of one tensor."""
+    """One setting and one tensor size."""
 
     num_threads: int
     slot_bytes: int | None
@@ -55,7 +55,7 @@ class SweepRow:
 
     @property
     def setting(self) -> Setting:
-        """The row's own setting."""
+        """The setting of this row."""
         return Setting(self.num_threads, self.slot_bytes)
 
 
@@ -80,8 +80,8 @@ def run_sweep(
 ) -> SweepResult:
     """Receive a new segment with every pair of ``threads`` and ``slots``, in turns, size by size. Blocks.
 
-    On the CPU there are no slots, and only ``threads`` are tried. One receiver a setting is alive at once, with its
-    own staging memory. Raises what :func:`run_h2d` raises; nothing is left in /dev/shm.
+    On the CPU there are no slots, and only ``threads`` are tried. One receiver per setting is open at once, each
+    with its own staging memory. Raises what :func:`run_h2d` raises; nothing is left in /dev/shm.
     """
     cases = [Case(nbytes) for nbytes in sizes]
     check_space(cases, free_bytes=free_bytes(SHM_DIR), shm_dir=SHM_DIR)
@@ -154,7 +154,7 @@ def sweep_notes(result: SweepResult) -> str:
 
 
 def sweep_table(result: SweepResult) -> Table:
-    """One row a setting, one column a size: GB/s; the last is the score."""
+    """One row per setting, one column of GB/s per size; the last is the score."""
     sizes = list(dict.fromkeys(row.nbytes for row in result.rows))
     table = Table(("threads", "slot", *(bytes_text(nbytes) for nbytes in sizes), "score"), left=0)
     scored = scores(result.rows)

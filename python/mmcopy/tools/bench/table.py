@@ -11,13 +11,13 @@ __all__ = ["Table", "print_table"]
 
 @dataclass
 class Table:
-    """Cells as text. The first ``left`` columns are set to the left, the others are numbers."""
+    """Cells as text. The first ``left`` columns are left-aligned, the others are numbers."""
 
     columns: tuple[str, ...]
     left: int
     rows: list[tuple[str, ...]] = field(default_factory=list)
     strong: set[int] = field(default_factory=set)
-    """Rows to be seen first."""
+    """Rows to highlight."""
     ends: set[int] = field(default_factory=set)
     """Rows after which a group ends."""
 
@@ -28,7 +28,7 @@ class Table:
         self.rows.append(cells)
 
     def end_group(self) -> None:
-        """The rows so far and those that follow belong to different things."""
+        """End the group of the rows so far."""
         self.ends.add(len(self.rows) - 1)
 
 
@@ -40,7 +40,7 @@ def print_table(table: Table, stream: TextIO) -> None:
 
 
 def as_text(table: Table) -> str:
-    """Aligned columns without colour, one line a row, an empty line between groups."""
+    """Aligned columns without colour, one line per row, an empty line between groups."""
     widths = [max(len(row[i]) for row in [table.columns, *table.rows]) for i in range(len(table.columns))]
 
     def line(cells: Sequence[str]) -> str:

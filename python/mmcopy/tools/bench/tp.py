@@ -49,7 +49,7 @@ class Payload(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TpSpec:
-    """What every rank has to know."""
+    """What every rank needs to know."""
 
     sizes: tuple[int, ...]
     device: str = "cpu"
@@ -62,7 +62,7 @@ class TpSpec:
 
 @dataclass(frozen=True, slots=True)
 class TpRow:
-    """One way and one size. Its fields are the keys of the JSON output."""
+    """One path and one size. Its fields are the keys of the JSON output."""
 
     path: str
     nbytes: int
@@ -71,7 +71,7 @@ class TpRow:
     gbps: float
     """1e9 bytes a second that each rank gets."""
     of_one: float
-    """Speed over one rank's plain receive of the same bytes, while the others rest."""
+    """Speed over one rank's plain receive of the same bytes, while the others are idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +126,17 @@ class _Peers:
 
     def slowest(self, seconds: float | None, error: MmcopyError | None) -> float:
         """The largest of all ranks' seconds. Where one has an error each raises: its own, or that of the peer."""
-        told = self.gather((seconds, None if error is None else f"{type(error).__name__}: {error}"))
+        reported = self.gather((seconds, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(told):
+        for rank, (_, text) in enumerate(reported):
             if text is not None:
                 raise PeerFailedError(f"rank {rank} of the benchmark: {text}")
-        return float(max(each or 0.0 for each, _ in told))
+        return float(max(each or 0.0 for each, _ in reported))
 
 
 class _Way:
-    """One path's receiver on this rank, None where the rank has no part in it, and on rank 0 its sender."""
+    """One path's receiver on this rank, None where the rank takes no part, and on rank 0 its sender."""
 
     def __init__(self, spec: TpSpec, peers: _Peers, path: str, *, local_rank: int, stack: contextlib.ExitStack) -> None:
         self._peers = peers
@@ -146,7 +146,7 @@ class _Way:
         is_lease = spec.payload == Payload.LEASE
         if path != ONE or peers.rank == 0:
             group = {} if path == ONE else {"group": peers.group, "parallel": ParallelOptions(strategy=path)}
-            if is_lease:  # one a receiver, because a process registers an arena's mapping once
+            if is_lease:  # one per receiver, because a process registers an arena's mapping once
                 endpoint = stack.enter_context(
                     WorkerEndpoint(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcopy-bench-")))
                 )
@@ -174,7 +174,7 @@ class _Way:
                 self._sender.prove(worker, timeout_s=spec.timeout_s)
 
     def publisher(self, load: Load) -> Segments | Leases | None:
-        """What publishes a load for this way; None but on rank 0."""
+        """What publishes a load for this path; None except on rank 0."""
         if self._sender is None:
             return None
         if self._workers:
@@ -244,7 +244,7 @@ def _deliver(
     *,
     check: bool,
 ) -> float:
-    """One delivery; the seconds of the slowest rank that has part in it. ``publisher`` is rank 0's."""
+    """One delivery: the seconds of the slowest rank that takes part in it. ``publisher`` is rank 0's."""
     sent: Sequence[Any] = []
     error: MmcopyError | None = None
     seconds = 0.0
@@ -287,8 +287,8 @@ def _rows(case: Case, seconds: dict[str, list[float]]) -> list[TpRow]:
 
 
 def tp_table(result: TpResult) -> Table:
-    """One group a size, one row a way; the fastest of a group's ways stands out."""
-    table = Table(("bytes", "path", "median", "IQR", "GB/s a rank", "of one"), left=2)
+    """One group per size, one row per path; the fastest path of a group is highlighted."""
+    table = Table(("bytes", "path", "median", "IQR", "GB/s per rank", "of one"), left=2)
     for nbytes in dict.fromkeys(row.nbytes for row in result.rows):
         rows = [row for row in result.rows if row.nbytes == nbytes]
         fastest = min((row for row in rows if row.path != ONE), key=lambda row: row.median_s)
@@ -310,7 +310,7 @@ def tp_notes(result: TpResult) -> str:
     """What the columns mean, and what to use."""
     return (
         "Time runs from a common start until the slowest rank's device is synchronised; agreement included.\n"
-        "of one: speed over one rank's plain receive while the others rest. "
+        "of one: speed over one rank's plain receive while the others are idle. "
         + ("Segments are new each time.\n" if result.payload == Payload.SEGMENT else "Leases are written before.\n")
         + "GB/s is 1e9 bytes a second that each rank gets; KiB, MiB and GiB are powers of 1024.\n"
         + result.break_even.advice

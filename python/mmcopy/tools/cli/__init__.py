@@ -18,7 +18,7 @@ COMMANDS = ("demo", "doctor", "explain", "bench", "prewarm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 good, 1 a bad result, 2 a bad call, 128 + n stopped by signal n."""
+    """Runs one command; its exit code: 0 good, 1 a bad result, 2 a bad call, 128 + n when stopped by signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="mmcopy", description="Moves preprocessed tensors onto a worker's GPU.")
     parser.add_argument("--version", action="version", version=f"mmcopy {__version__}")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mmcopy {args.command}: {str(error) or 'stopped'}", file=sys.stderr)
         return 128 + getattr(error, "number", 2)
     except BrokenPipeError:
-        # Whoever read our output has had enough; the interpreter must not complain when it flushes at exit.
+        # The reader of our output has closed it; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

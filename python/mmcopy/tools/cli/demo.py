@@ -8,33 +8,33 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmcopy.config import parse_count, parse_size
+from mmcopy.config.arguments import argument_type
 from mmcopy.errors import ConfigError
 
 if TYPE_CHECKING:
     from mmcopy.tools.demo.families import Family
-    from mmcopy.tools.demo.pictures import Hand
+    from mmcopy.tools.demo.pictures import Attachments
 
 __all__ = ["add_parser", "run"]
-
-FAMILY_DEFAULT = "qwen3_vl"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to an ``argparse`` sub-parser collection."""
-    from mmcopy.tools.demo.families import FAMILIES
+    from mmcopy.tools.demo.families import FAMILIES, RECOMPUTED
 
     parser = subparsers.add_parser(
         "demo",
         help="send pictures through a real SMG gateway to workers on this machine and check every tensor",
         description=(
             "Start workers and a real SMG gateway (or mmcopy's own) on 127.0.0.1, send chat requests with pictures, "
-            "check every tensor that the workers received against an independent computation or its checksum, and "
-            "list what is left in shared memory. Exit code 1 for a mismatch, a failed request or a leftover; 2 when it "
-            "could not run."
+            "check every tensor that the workers received, and list what is left in shared memory. Tensors of "
+            f"{RECOMPUTED} are compared with an independent computation, those of other families with a checksum of "
+            "what the gateway wrote. Exit code 1 for a mismatch, a failed request or a leftover; 2 when it could "
+            "not run."
         ),
     )
     what = parser.add_argument_group("what runs")
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         choices=("smg", "mmcopy"),
         default="smg",
         help="the real SMG gateway, or a Python process that preprocesses with numpy and sends through mmcopy's arena "
-        "(one worker, pictures that need no resize). default: %(default)s",
+        f"(one worker, {RECOMPUTED}, pictures that need no resize). default: %(default)s",
     )
     what.add_argument("--engine", choices=("tokenspeed", "vllm"), default="tokenspeed", help="default: %(default)s")
     what.add_argument(
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument(
         "--family",
         choices=sorted(FAMILIES),
-        default=FAMILY_DEFAULT,
+        default=RECOMPUTED,
         metavar="NAME",
         help=f"model family, as the gateway preprocesses it: {', '.join(sorted(FAMILIES))}. default: %(default)s",
     )
@@ -71,10 +71,10 @@ def add_parser(subparsers: Any) -> None:
         "--image", nargs="+", type=Path, default=[], metavar="FILE", help="PNG or JPEG files, instead of generated ones"
     )
     sent.add_argument("--video", nargs="+", type=Path, default=[], metavar="FILE", help="video files; needs ffmpeg")
-    count, size = _whole_number(1), _whole_number(0)
+    count = argument_type(parse_count)
     sent.add_argument("--requests", type=count, metavar="N", help="chat requests. default: each set of pictures once")
     sent.add_argument("--concurrency", type=count, default=2, metavar="N", help="at a time. default: %(default)s")
-    how = parser.add_argument_group("which way tensors go")
+    how = parser.add_argument_group("how tensors travel")
     how.add_argument("--transport", choices=("inline", "shm", "auto"), help="default: shm, with --gateway mmcopy auto")
     how.add_argument(
         "--shm-namespace",
@@ -84,7 +84,10 @@ def add_parser(subparsers: Any) -> None:
         "host, or nothing. default: %(default)s",
     )
     how.add_argument(
-        "--shm-min-bytes", type=size, metavar="N", help="smaller tensors go inline. default: the gateway's, 65536"
+        "--shm-min-bytes",
+        type=argument_type(parse_size),
+        metavar="SIZE",
+        help="smaller tensors go inline (65536, 64KiB). default: the gateway's, 65536",
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON line on stdout at the end; the table goes to stderr"
@@ -106,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
     if not is_own:
         find_smg()
     family = FAMILIES[args.family]
-    hands = (own_gateway_hands if is_own else hands_for)(family, args.image, args.video)
+    attachments = (decoded_attachments if is_own else attachments_for)(family, args.image, args.video)
     job = Job(
         family=family,
-        hands=hands,
+        attachments=attachments,
         gateway=args.gateway,
         engine=args.engine,
         topology=args.topology,
@@ -119,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         framework=default_framework(args.device),
         encoder_dtype=args.encoder_dtype,
         shm_namespace=args.shm_namespace,
-        requests=args.requests or len(hands),
+        requests=args.requests or len(attachments),
         concurrency=args.concurrency,
     )
     with Signals() as signals:
@@ -135,36 +138,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if outcome.good else 1
 
 
-def hands_for(family: Family, images: list[Path], videos: list[Path]) -> list[Hand]:
+def attachments_for(family: Family, images: list[Path], videos: list[Path]) -> list[Attachments]:
     """What the requests carry. Raises :class:`ConfigError` for a file that can't be sent, or videos without ffmpeg."""
-    from mmcopy.tools.demo.pictures import generated_hands, own_hands
+    from mmcopy.tools.demo.pictures import attachments_of_files, generated_attachments
 
     if videos and family.video_text is None:
         raise ConfigError(f"the family {family.name} takes no video")
     if videos and shutil.which("ffmpeg") is None:
         raise ConfigError("--video needs ffmpeg on PATH: the gateway decodes videos with it")
     if images or videos:
-        return own_hands(images, videos, images_max=family.max_images)
-    return generated_hands()
+        return attachments_of_files(images, videos, images_max=family.max_images)
+    return generated_attachments()
 
 
-def own_gateway_hands(family: Family, images: list[Path], videos: list[Path]) -> list[Hand]:
-    """As :func:`hands_for`, for mmcopy's own gateway: with the pixels of every picture."""
+def decoded_attachments(family: Family, images: list[Path], videos: list[Path]) -> list[Attachments]:
+    """As :func:`attachments_for`, for mmcopy's own gateway: with the pixels of every picture."""
     from mmcopy.tools.demo.pictures import decoded
 
-    return [decoded(hand) for hand in hands_for(family, images, videos)]
-
-
-def _whole_number(least: int) -> Callable[[str], int]:
-    """An argument type: a whole number, ``least`` or more."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return parse
+    return [decoded(attached) for attached in attachments_for(family, images, videos)]

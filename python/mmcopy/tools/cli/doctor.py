@@ -28,14 +28,14 @@ def add_parser(subparsers: Any) -> None:
         "--shm-dir", default="/dev/shm", metavar="DIR", help="the shared-memory folder to check (default: %(default)s)"
     )
     parser.add_argument(
-        "--cuda", action="store_true", help="also start CUDA, in a process of its own, and copy to every GPU"
+        "--cuda", action="store_true", help="also start CUDA, in another process, and copy to every GPU"
     )
     parser.add_argument(
         "--worker",
         nargs="+",
         default=[],
         metavar="URL",
-        help="also ask these workers (grpc://host:port) whether they read what is written here, and take an arena",
+        help="also ask these workers (grpc://host:port) whether they can read segments made here and take an arena",
     )
     parser.set_defaults(run=run)
 

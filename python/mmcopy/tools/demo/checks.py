@@ -1,4 +1,4 @@
-"""Judges what the workers reported: which tensors arrived, whether their bytes are the right ones, what is missing."""
+"""Checks what the workers reported: which tensors arrived, and whether their bytes are right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .expected import Recomputed, expected_tensors
 from .families import Family
-from .pictures import Hand
+from .pictures import Attachments
 
 __all__ = ["Checker", "Expect", "Row", "Sent", "is_primary", "linked"]
 
@@ -26,14 +26,14 @@ class Sent:
     """A request that was sent. ``id`` is the one in the answer, empty when it failed, and ``error`` then says why."""
 
     number: int
-    hand: Hand
+    attached: Attachments
     id: str
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor that arrived somewhere. ``fault`` is empty when the check passed."""
+    """One tensor that arrived at a worker. ``error`` is empty when the check passed."""
 
     request: int
     role: str
@@ -44,7 +44,7 @@ class Row:
     nbytes: int
     seconds: float
     check: str
-    fault: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Linked:
 def linked(sent: Iterable[Sent], reports: Sequence[Mapping[str, Any]]) -> list[Linked]:
     """Reports with their requests, in the order of requests. Reports of no request (a retry's, say) are left out.
 
-    Generate carries the request's id. Encode has an id of its own: its room is one that prefill was told.
+    Generate carries the request's id. Encode has an id of its own: its room is one of those in prefill's request.
     """
     by_id = {each.id: each for each in sent if each.id}
     found, rooms = [], {}
@@ -84,7 +84,7 @@ def is_primary(name: str) -> bool:
 
 
 class Checker:
-    """Compares digests. What a hand ought to give is computed once, however often it is sent."""
+    """Compares digests. Those expected of the same attachments are computed once, however often they are sent."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class Checker:
         """A row for each tensor of a report."""
         rows = []
         prefix = "input" if self._engine == "vllm" else "item"
-        expected = self._expected(link.sent.hand)
+        expected = self._expected(link.sent.attached)
         for at, item in enumerate(link.report["items"], link.first_item):
             for tensor in item["tensors"]:
-                check, fault = _judge(tensor, expected.get((at, tensor["name"])), self._device)
+                check, error = _judge(tensor, expected.get((at, tensor["name"])), self._device)
                 rows.append(
                     Row(
                         request=link.sent.number,
@@ -121,22 +121,22 @@ class Checker:
                         nbytes=int(tensor["nbytes"]),
                         seconds=float(tensor["seconds"]),
                         check=check,
-                        fault=fault,
+                        error=error,
                     )
                 )
         return sorted(rows, key=lambda row: (row.tensor.split(".")[0], not is_primary(row.tensor.split(".")[1])))
 
-    def _expected(self, hand: Hand) -> dict[tuple[int, str], tuple[str, tuple[int, ...], str]]:
-        known = self._known.get(id(hand))
+    def _expected(self, attached: Attachments) -> dict[tuple[int, str], tuple[str, tuple[int, ...], str]]:
+        known = self._known.get(id(attached))
         if known is None:
-            pictures = [(picture.pixels, picture.width, picture.height) for picture in hand.pictures]
+            pictures = [(picture.pixels, picture.width, picture.height) for picture in attached.pictures]
             tensors = self._expect(self._family, pictures, engine=self._engine, dtype=self._dtype)
             known = {
                 key: (tensor.dtype, tensor.shape, _digest(tensor))
                 for key, tensor in tensors.items()
                 if tensor is not None
             }
-            self._known[id(hand)] = known
+            self._known[id(attached)] = known
         return known
 
 
@@ -147,7 +147,8 @@ def _digest(tensor: Recomputed) -> str:
 def _judge(
     tensor: Mapping[str, Any], expected: tuple[str, tuple[int, ...], str] | None, device: str
 ) -> tuple[str, str]:
-    """(kind of check, fault or ""). The payload read plainly must agree in either kind; a lease cannot be read so."""
+    """(kind of check, error or ""). The payload as read with plain system calls must agree in either kind; a lease has
+    no such digest."""
     check = "checksum" if expected is None else "numpy"
     is_lease = tensor["path"] == "lease"
     if tensor["device"] != device:
@@ -155,7 +156,7 @@ def _judge(
     if tensor["plain_error"] is not None:
         return check, f"the payload could not be read plainly: {tensor['plain_error']}"
     if is_lease and expected is None:
-        return check, "it came by a lease, and there is nothing to hold it against"
+        return check, "it came by lease, and there is nothing to compare it with"
     if not is_lease and tensor["plain_sha256"] != tensor["device_sha256"]:
         return check, "the bytes on the device are not those of the payload"
     if expected is None:

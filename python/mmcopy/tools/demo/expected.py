@@ -1,4 +1,4 @@
-"""What the gateway ought to send for a picture, computed a second time with numpy alone, for one family: Qwen3-VL.
+"""What the gateway should send for a picture, computed independently with numpy, for one family: Qwen3-VL.
 
 Nothing here is shared with mmcopy's own copies or casts: each byte goes through a table of 256 values (float32
 arithmetic in the family's order of steps, then one rounding to the encoder's dtype), and reshape and transpose arrange
@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from mmcopy.errors import ConfigError
 
-from .families import Family
+from .families import RECOMPUTED, Family
 
 __all__ = [
     "ENCODER_DTYPES",
-    "RECOMPUTED",
     "Recomputed",
     "by_item",
     "check_picture",
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 ENCODER_DTYPES = ("float32", "bfloat16", "float16", "uint8")
-RECOMPUTED = "qwen3_vl"
-"""The family whose tensors are recomputed; those of the others are checked by their checksums alone."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
 SIDE = PATCH * MERGE
@@ -56,7 +53,7 @@ class Recomputed:
 def expected_tensors(
     family: Family, pictures: Sequence[tuple[Bytes | None, int, int]], *, engine: str, dtype: str
 ) -> dict[tuple[int, str], Recomputed | None]:
-    """All tensors of one request: (item, name) -> what it ought to be, None where that can't be recomputed.
+    """All tensors of one request: (item, name) -> what it should be, None where that can't be recomputed.
 
     Args:
         family: A tensor of any other than :data:`RECOMPUTED` is not in the answer.

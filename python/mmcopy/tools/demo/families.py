@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "Family", "TokenId"]
+__all__ = ["FAMILIES", "RECOMPUTED", "Family", "TokenId"]
+
+RECOMPUTED = "qwen3_vl"
+"""The family whose tensors the demo recomputes; those of the others are checked by their checksums alone."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

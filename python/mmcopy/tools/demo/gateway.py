@@ -4,9 +4,9 @@
         reply = gateway.chat(images=[png_bytes])
         assert reply.status == 200, reply.text
 
-The gateway takes the requests, preprocesses the pictures, writes the pixels (inline or to shared memory) and calls the
-workers: nothing is simulated. A worker must listen before the gateway starts: it is probed once then, and only half a
-minute later again.
+Nothing is simulated: the gateway takes the requests, preprocesses the pictures, writes the pixels (inline or to shared
+memory) and calls the workers. A worker must listen before the gateway starts: the gateway checks it once then, and the
+next time half a minute later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GatewayError(MmcopyError, RuntimeError):
 
 
 class _WorthAnotherTryError(GatewayError):
-    """The next start may well succeed."""
+    """Another start may succeed."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,24 @@ def find_smg() -> str:
 class Gateway:
     """One gateway process; a context manager that starts it and, whatever happens, stops it.
 
-    model_dir: what :func:`mmcopy.tools.demo.model_dir.write_model_dir` wrote.
-    workers: who serves. None of them: the gateway starts empty (add ``--enable-igw`` to ``flags`` and register
-        workers with :meth:`request`).
-    topology: ``regular``, ``pd`` (prefill and decode workers) or ``epd`` (encode, prefill and decode).
-    transport, shm_min_bytes: the gateway's flags of those names; None leaves them out.
-    flags: more arguments, as they are. env: more variables; SMG_* variables of this process are never passed on.
-    model: the served name that :meth:`chat` asks for, and that readiness waits for.
-    log_path: where its output goes; by default a temporary file that goes away at the stop.
-    start_timeout_s, stop_timeout_s: limits of the waits of :meth:`start`, all tries together, and of a polite stop
-        before SIGKILL.
-    shutdown_grace_s: how long a stopped gateway lets running requests end (its flag; whole seconds).
-    wait_until_serving: False returns from start as soon as the gateway answers HTTP, serving or not.
-    poll: called in every wait; raising ends the wait. For a caller that handles signals by itself.
+    Args:
+        model_dir: What :func:`.model_dir.write_model_dir` wrote.
+        workers: Who serves. Without any the gateway starts empty: add ``--enable-igw`` to ``flags`` and register
+            workers with :meth:`request`.
+        topology: ``regular``, ``pd`` (prefill and decode workers) or ``epd`` (encode, prefill and decode).
+        transport: The gateway's flag; None leaves it out.
+        shm_min_bytes: The gateway's flag; None leaves it out.
+        flags: More arguments.
+        env: More variables. This process's SMG_* variables are never passed on.
+        model: The served name that :meth:`chat` asks for, and that :meth:`start` waits for.
+        log_path: Where its output goes; by default a temporary file that is removed when it stops.
+        start_timeout_s: The limit of :meth:`start`, all tries together.
+        stop_timeout_s: The limit of a polite stop, before SIGKILL.
+        shutdown_grace_s: How long running requests may take when it stops (its flag; whole seconds).
+        wait_until_serving: False returns from :meth:`start` as soon as the gateway answers HTTP.
+        poll: Called in every wait; raising ends the wait. For a caller that handles signals by itself.
 
-    Methods block the calling thread; :meth:`chat`, :meth:`request` and the readers may be called from many at once.
+    Blocking: every method blocks the calling thread. :meth:`chat`, :meth:`request` and the readers are thread-safe.
     """
 
     def __init__(
@@ -311,7 +314,7 @@ class Gateway:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports nobody listened on a moment ago, all different."""
+    """Different ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,4 +1,4 @@
-"""The whole run: workers, then the gateway, then the requests, then everything stopped, then the judgement."""
+"""The whole run: start workers and gateway, send the requests, stop everything, check."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .gateway import Gateway
 from .leftovers import Leftover, Leftovers, sender_ids_of
 from .model_dir import write_model_dir
 from .own_gateway_process import OwnGatewayProcess
-from .pictures import Hand
+from .pictures import Attachments
 from .worker_process import NIXL, WorkerProcess
 
 __all__ = ["ROLES", "Job", "Outcome", "default_framework", "missing", "run_job"]
 
 ROLES = {"regular": ("regular",), "pd": ("prefill", "decode"), "epd": ("encode", "prefill", "decode")}
-BOOTSTRAP_PORTS = {"encode": 9000, "prefill": 9101}  # told to the gateway and passed on; nobody connects to them
+BOOTSTRAP_PORTS = {"encode": 9000, "prefill": 9101}  # the gateway passes them on; nothing connects to them
 WORKER_START_LIMIT_S = 120.0
 GATEWAY_START_LIMIT_S = 30.0
 REQUEST_LIMIT_S = 120.0
@@ -39,12 +39,12 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run. Raises :class:`ConfigError` for a combination that there is no gateway for."""
+    """What to run. Raises :class:`ConfigError` for a combination that no gateway supports."""
 
     family: Family
-    hands: Sequence[Hand]
+    attachments: Sequence[Attachments]
     gateway: Literal["smg", "mmcopy"] = "smg"
-    """The real one, or a process of mmcopy's that preprocesses with numpy and sends through its arena."""
+    """The real one, or mmcopy's own, which preprocesses with numpy and sends through its arena."""
     engine: Literal["tokenspeed", "vllm"] = "tokenspeed"
     topology: Literal["regular", "pd", "epd"] = "regular"
     transport: str = "shm"
@@ -55,7 +55,7 @@ class Job:
     requests: int = 1
     concurrency: int = 1
     shm_namespace: Literal["own", "foreign", "none"] = "own"
-    """What the workers advertise as their shared memory: the truth, another host's, or nothing."""
+    """The shared-memory namespace that the workers advertise: their own, another host's, or none."""
 
     def __post_init__(self) -> None:
         if self.engine == "vllm" and self.topology == "epd":
@@ -71,10 +71,10 @@ class Job:
     def _check_own_gateway(self) -> None:
         if self.topology != "regular":
             raise ConfigError(f"topology {self.topology} needs gateway smg: gateway mmcopy calls one worker")
-        for hand in self.hands[: self.requests]:
-            if hand.videos:
+        for attached in self.attachments[: self.requests]:
+            if attached.videos:
                 raise ConfigError("videos need gateway smg: gateway mmcopy takes pictures")
-            for picture in hand.pictures:
+            for picture in attached.pictures:
                 check_picture(self.family, picture.width, picture.height)
 
 
@@ -84,21 +84,21 @@ class Outcome:
 
     sent: list[Sent] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     paths: tuple[str, ...] = ("inline", "segment")
-    """The ways that this gateway has."""
+    """The paths that this gateway can take."""
     device: str = ""
     wall_s: float = 0.0
 
     @property
     def mismatches(self) -> int:
-        return sum(bool(row.fault) for row in self.rows)
+        return sum(bool(row.error) for row in self.rows)
 
     @property
     def good(self) -> bool:
-        return not (self.mismatches or self.faults or self.leftovers)
+        return not (self.mismatches or self.errors or self.leftovers)
 
     def bytes_by(self, path: str) -> int:
         return sum(row.nbytes for row in self.rows if row.path == path)
@@ -145,7 +145,7 @@ def run_job(
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mmcopy-demo-")))
             model_dir = write_model_dir(job.family, directory / "model")
             # When all have ended, before the directory goes.
-            stack.callback(lambda: outcome.faults.extend(_sockets_left(directory / SOCKETS)))
+            stack.callback(lambda: outcome.errors.extend(_sockets_left(directory / SOCKETS)))
             say("starting the workers")
             workers += _workers(job, model_dir, directory)
             for worker in workers:
@@ -165,11 +165,11 @@ def run_job(
             outcome.wall_s = time.monotonic() - start
             say("stopping, and checking")
     finally:
-        # Everything that could use them has ended: these segments have no owner but us.
+        # Every process that could use these segments has ended.
         outcome.leftovers = look(sender_ids_of(_handed(workers)))
-        leftovers.remove(outcome.leftovers)
+        leftovers.unlink(outcome.leftovers)
     if isinstance(gateway, OwnGatewayProcess):
-        outcome.faults += gateway.faults()
+        outcome.errors += gateway.errors()
         outcome.notes += gateway.notes()
     _judge(job, outcome, workers, expect)
     return outcome
@@ -229,16 +229,17 @@ def _gateway(
 def _send(job: Job, gateway: Gateway | OwnGatewayProcess, poll: Callable[[], None]) -> list[Sent]:
     """All requests, ``concurrency`` at a time, in the order of their numbers."""
 
-    def one(number: int, hand: Hand) -> Sent:
-        images = [picture.file for picture in hand.pictures]
-        reply = gateway.chat(images=images, videos=hand.videos, timeout_s=REQUEST_LIMIT_S)
+    def one(number: int, attached: Attachments) -> Sent:
+        images = [picture.file for picture in attached.pictures]
+        reply = gateway.chat(images=images, videos=attached.videos, timeout_s=REQUEST_LIMIT_S)
         if reply.status == 200:
-            return Sent(number, hand, reply.id)
-        return Sent(number, hand, "", f"status {reply.status}: {reply.text.strip()[:400]}")
+            return Sent(number, attached, reply.id)
+        return Sent(number, attached, "", f"status {reply.status}: {reply.text.strip()[:400]}")
 
     with _pool(job.concurrency) as pool:
         futures: list[Future[Sent]] = [
-            pool.submit(one, number + 1, job.hands[number % len(job.hands)]) for number in range(job.requests)
+            pool.submit(one, number + 1, job.attachments[number % len(job.attachments)])
+            for number in range(job.requests)
         ]
         waiting = set(futures)
         while waiting:
@@ -249,7 +250,7 @@ def _send(job: Job, gateway: Gateway | OwnGatewayProcess, poll: Callable[[], Non
 
 @contextmanager
 def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Like the pool's own ``with``, but an interruption does not wait: the requests end when the gateway does."""
+    """Like the pool's own ``with``, but an interruption does not wait: the requests end with the gateway."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="chat")
     try:
         yield pool
@@ -262,7 +263,7 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
 def _wait_for_reports(
     job: Job, sent: Sequence[Sent], workers: Sequence[WorkerProcess], poll: Callable[[], None]
 ) -> None:
-    """Until every answered request was reported by every leg: with epd, encoding runs beside the answer."""
+    """Wait until every worker has reported every answered request: with epd, encoding runs beside the answer."""
     wanted = sum(_wanted_reports(job, each) for each in sent)
     deadline = time.monotonic() + REPORT_LIMIT_S
     while len(linked(sent, _reports(workers))) < wanted and time.monotonic() < deadline:
@@ -274,7 +275,7 @@ def _wanted_reports(job: Job, sent: Sent) -> int:
     if not sent.id:
         return 0
     generate = [role for role in ROLES[job.topology] if role != "encode"]
-    encode = len(sent.hand.pictures) + len(sent.hand.videos) if job.topology == "epd" else 0
+    encode = len(sent.attached.pictures) + len(sent.attached.videos) if job.topology == "epd" else 0
     return len(generate) + encode
 
 
@@ -285,29 +286,29 @@ def _judge(job: Job, outcome: Outcome, workers: Sequence[WorkerProcess], expect:
         outcome.rows += checker.rows(link)
     for sent in outcome.sent:
         if sent.error:
-            outcome.faults.append(f"request {sent.number} failed: {sent.error}")
+            outcome.errors.append(f"request {sent.number} failed: {sent.error}")
         else:
-            outcome.faults += missing(job, sent, [link for link in links if link.sent is sent])
+            outcome.errors += missing(job, sent, [link for link in links if link.sent is sent])
     for worker in workers:
-        outcome.faults += [
+        outcome.errors += [
             f"the {line['role']} worker refused a tensor: {line['error']}" for line in worker.reports("failed")
         ]
 
 
 def missing(job: Job, sent: Sent, links: Sequence[Linked]) -> list[str]:
-    """What a request that was answered should have brought, and did not."""
-    faults = []
+    """What is missing of a request that was answered."""
+    errors = []
     if len(links) != _wanted_reports(job, sent):
-        faults.append(
+        errors.append(
             f"request {sent.number}: {len(links)} of {_wanted_reports(job, sent)} calls were reported by the workers"
         )
-    media = len(sent.hand.pictures) + len(sent.hand.videos)
-    kinds = bool(sent.hand.pictures) + bool(sent.hand.videos)
+    media = len(sent.attached.pictures) + len(sent.attached.videos)
+    kinds = bool(sent.attached.pictures) + bool(sent.attached.videos)
     wanted = kinds if job.engine == "vllm" else media
     found = sum(is_primary(t["name"]) for link in links for item in link.report["items"] for t in item["tensors"])
     if found != wanted:
-        faults.append(f"request {sent.number}: {found} of {wanted} encoder inputs arrived")
-    return faults
+        errors.append(f"request {sent.number}: {found} of {wanted} encoder inputs arrived")
+    return errors
 
 
 def _sockets_left(directory: Path) -> list[str]:

@@ -23,7 +23,7 @@ class Leftover:
 
 
 class Leftovers:
-    """Made before a run starts; names that existed then, and names of others, never count."""
+    """Made before a run starts. Names that existed then, and those of other programs, do not count."""
 
     def __init__(self, shm_dir: Path = SHM_DIR) -> None:
         self._shm_dir = shm_dir
@@ -48,8 +48,8 @@ class Leftovers:
             poll()
             time.sleep(POLL_S)
 
-    def remove(self, leftovers: Iterable[Leftover]) -> None:
-        """Removes them. Only when everything that could read or write them has ended."""
+    def unlink(self, leftovers: Iterable[Leftover]) -> None:
+        """Unlinks them. Call it only when every process that could use them has ended."""
         for leftover in leftovers:
             (self._shm_dir / leftover.name).unlink(missing_ok=True)
 

@@ -87,7 +87,7 @@ def chat_template(family: Family) -> str:
     """A Jinja template that keeps picture parts.
 
     The gateway looks at the template to choose what it passes on: only a loop over ``message.content`` makes it
-    hand over the parts of a message instead of their text.
+    pass on the parts of a message instead of their text.
     """
     cases = [("part.type in ['image', 'image_url']", repr(family.image_text))]
     if family.video_text is not None:

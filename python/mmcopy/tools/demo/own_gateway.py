@@ -1,9 +1,8 @@
 """mmcopy's own gateway process: preprocesses pictures with numpy and sends them through its arena.
 
 ``python -m mmcopy.tools.demo.own_gateway --worker URL --model-dir DIR --family NAME --report-fd FD`` answers chat
-requests
-like the real gateway (``POST /v1/chat/completions``, data URLs alone) until SIGTERM, SIGINT or the end of its stdin. It
-writes JSON lines to FD: ``ready`` (or ``error``) once, and ``stopped`` with what its sender counted.
+requests like the real gateway (``POST /v1/chat/completions``, pictures as data URLs) until SIGTERM, SIGINT or the end
+of its stdin. It writes JSON lines to FD: ``ready`` (or ``error``) once, and ``stopped`` with its sender's counters.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .checks import is_primary
 from .expected import prepared
 from .families import FAMILIES, Family
 from .pictures import decode
-from .reporting import Report, told_to_stop
+from .reporting import Report, wait_for_stop
 
 __all__ = ["OwnGateway"]
 
@@ -44,7 +43,7 @@ POLL_S = 0.01
 
 
 class OwnGateway:
-    """Answers chat requests by one worker. Thread-safe; each call blocks until the worker has answered."""
+    """Answers chat requests with one worker. Thread-safe; each call blocks until the worker has answered."""
 
     def __init__(self, family: Family, worker: WorkerSpec, sender: Sender, channel: Any, tokenizer: Any) -> None:
         from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc, vllm_engine_pb2_grpc
@@ -62,8 +61,7 @@ class OwnGateway:
         self._stub = stub(channel)
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a chat request. Raises :class:`ConfigError` for what it does not take, and what sending and
-        calling raise."""
+        """The answer to a chat request. Raises :class:`ConfigError` for an unsupported one, and what sending raises."""
         pictures, text = _parts_of(body)
         engine = str(self._worker.engine)
         arrays = prepared(self._family, [decode(file) for file in pictures], engine=engine, dtype=self._dtype)
@@ -118,10 +116,10 @@ def _message(engine: str, request_id: str, sent: Mapping[tuple[int, str], Tensor
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = IDLE_LIMIT_S  # a connection on which nothing comes would keep the server from closing
+    timeout = IDLE_LIMIT_S  # an idle connection would keep the server from closing
 
     def do_POST(self) -> None:
-        """One chat request; whatever goes wrong is its answer alone."""
+        """Answers one chat request. An error fails that request only."""
         import grpc
 
         status, answer = 200, {}
@@ -143,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the answers tell."""
+        """Writes no access log."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -156,7 +154,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(args: argparse.Namespace, report: Report) -> None:
-    """Serves until it is told to stop, and waits a little for leases that are still out."""
+    """Serves until it has to stop, then waits a little for leases that are still in flight."""
     import grpc
     from tokenizers import Tokenizer
 
@@ -171,7 +169,7 @@ def serve(args: argparse.Namespace, report: Report) -> None:
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="chat-server")
         thread.start()
         try:
-            asyncio.run(told_to_stop(lambda: report.write("ready", url=f"http://127.0.0.1:{server.server_port}")))
+            asyncio.run(wait_for_stop(lambda: report.write("ready", url=f"http://127.0.0.1:{server.server_port}")))
         finally:
             server.shutdown()
             thread.join()

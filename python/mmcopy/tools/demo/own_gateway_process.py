@@ -1,4 +1,4 @@
-"""The parent's side of mmcopy's own gateway: used as the real one is."""
+"""The parent's side of mmcopy's own gateway, with the interface of the real one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OwnGatewayProcess(ReportingProcess):
         self._start_timeout_s = start_timeout_s
         self._poll = poll
         self.pids: list[int] = []
-        """None: its segments are known by their senders' names."""
+        """Empty: its segments are found by their sender's id."""
 
     def start(self) -> None:
         """Starts it and waits until it serves. Raises :class:`WorkerError`; it is stopped then."""
@@ -62,8 +62,8 @@ class OwnGatewayProcess(ReportingProcess):
         url = str(self.reports("ready")[0]["url"]) + "/v1/chat/completions"
         return ChatReply.from_http(http("POST", url, body, timeout_s=timeout_s))
 
-    def faults(self) -> list[str]:
-        """What went wrong at its end, after :meth:`stop`: it did not tell, or leases of its arena were still out."""
+    def errors(self) -> list[str]:
+        """What was wrong at its end, after :meth:`stop`: no last report, or leases still in flight."""
         stopped = self.reports("stopped")
         if not stopped:
             return [f"the {self.name} did not end properly\n{self.log_tail()}"]
@@ -71,9 +71,9 @@ class OwnGatewayProcess(ReportingProcess):
         return [f"the {self.name}'s arena still had {leases} leases out at the end"] if leases else []
 
     def notes(self) -> list[str]:
-        """Why some tensors went another way than by a lease, after :meth:`stop`."""
+        """Why some tensors did not go by lease, after :meth:`stop`."""
         counters: dict[str, dict[str, Any]] = (self.reports("stopped") or [{"counters": {}}])[0]["counters"]
-        told = []
+        reasons = []
         for name in ("lease_fallbacks", "arena_hand_overs", "inline_fallbacks"):
-            told += [f"{name} {why} {count}" for why, count in counters.get(name, {}).items() if why != "ok"]
-        return [f"not everything went by a lease: {', '.join(told)}"] if told else []
+            reasons += [f"{name} {why} {count}" for why, count in counters.get(name, {}).items() if why != "ok"]
+        return [f"not everything went by a lease: {', '.join(reasons)}"] if reasons else []

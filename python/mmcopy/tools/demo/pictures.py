@@ -18,7 +18,15 @@ from mmcopy.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Hand", "Picture", "decode", "decoded", "generated_hands", "own_hands", "picture_from_file"]
+__all__ = [
+    "Attachments",
+    "Picture",
+    "attachments_of_files",
+    "decode",
+    "decoded",
+    "generated_attachments",
+    "picture_from_file",
+]
 
 PIXELS_KEPT_MAX = 64 << 20
 SMALL_SIZES = ((640, 480), (512, 384), (320, 256))
@@ -28,7 +36,7 @@ ORIENTATION = 0x0112
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An encoded file and its size; ``pixels`` ``[height, width, 3]`` when every decoder has to agree on them."""
+    """An encoded file and its size; ``pixels`` ``[height, width, 3]`` where every decoder must agree on them."""
 
     name: str
     file: bytes
@@ -38,31 +46,31 @@ class Picture:
 
 
 @dataclass(frozen=True, eq=False)
-class Hand:
-    """What one request carries."""
+class Attachments:
+    """The pictures and videos of one request."""
 
     pictures: tuple[Picture, ...] = ()
     videos: tuple[bytes, ...] = ()
 
 
-def generated_hands() -> list[Hand]:
+def generated_attachments() -> list[Attachments]:
     """One small picture; several small ones of different sizes; one as large as a photo. Takes about a second.
 
     No size makes Qwen3-VL resize, so that each tensor of that family can be recomputed.
     """
     several = [gradient(*SMALL_SIZES[0])] + [noise(*size, seed=seed) for seed, size in enumerate(SMALL_SIZES[1:], 1)]
-    return [Hand((noise(*SMALL_SIZES[0]),)), Hand(tuple(several)), Hand((photo(*PHOTO_SIZE),))]
+    return [Attachments((noise(*SMALL_SIZES[0]),)), Attachments(tuple(several)), Attachments((photo(*PHOTO_SIZE),))]
 
 
-def own_hands(files: Sequence[Path], videos: Sequence[Path], *, images_max: int) -> list[Hand]:
+def attachments_of_files(files: Sequence[Path], videos: Sequence[Path], *, images_max: int) -> list[Attachments]:
     """The user's files, at most ``images_max`` pictures a request; each video goes with a request of its own.
 
     Raises :class:`ConfigError` for a file that can't be read or is neither PNG nor JPEG.
     """
     pictures = [picture_from_file(file) for file in files]
     starts = range(0, len(pictures), images_max)
-    hands = [Hand(tuple(pictures[start : start + images_max])) for start in starts]
-    return hands + [Hand(videos=(_read(video),)) for video in videos]
+    attachments = [Attachments(tuple(pictures[start : start + images_max])) for start in starts]
+    return attachments + [Attachments(videos=(_read(video),)) for video in videos]
 
 
 def picture_from_file(path: Path) -> Picture:
@@ -91,17 +99,16 @@ def decode(file: bytes) -> NDArray[np.uint8]:
         return pixels
 
 
-def decoded(hand: Hand) -> Hand:
-    """``hand`` with the pixels of every picture: for a gateway that decodes with Pillow, too. Raises
-    :class:`ConfigError` for a damaged one."""
+def decoded(attached: Attachments) -> Attachments:
+    """``attached`` with the pixels of every picture, as Pillow decodes them. Raises :class:`ConfigError`."""
     pictures = []
-    for picture in hand.pictures:
+    for picture in attached.pictures:
         try:
             pixels = decode(picture.file) if picture.pixels is None else picture.pixels
         except (OSError, SyntaxError) as error:
             raise ConfigError(f"{picture.name} is damaged: {error}") from error
         pictures.append(replace(picture, pixels=pixels))
-    return replace(hand, pictures=tuple(pictures))
+    return replace(attached, pictures=tuple(pictures))
 
 
 def _pixels(path: Path, image: Image.Image) -> NDArray[np.uint8] | None:
@@ -124,7 +131,7 @@ def _read(path: Path) -> bytes:
 
 
 def noise(width: int, height: int, *, seed: int = 0) -> Picture:
-    """Every pixel of its own."""
+    """Independent random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return _picture("noise", pixels)
 
@@ -139,7 +146,7 @@ def gradient(width: int, height: int) -> Picture:
 
 
 def photo(width: int, height: int, *, seed: int = 0) -> Picture:
-    """As large as a photo: a gradient under coarse noise, quick to encode and to decode."""
+    """Of a photo's size: a gradient under coarse noise, quick to encode and to decode."""
     pixels = np.asarray(gradient(width, height).pixels).copy()
     cells = np.random.default_rng(seed).integers(0, 64, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
     pixels ^= cells.repeat(16, axis=0).repeat(16, axis=1)[:height, :width]

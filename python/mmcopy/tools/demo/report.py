@@ -11,7 +11,7 @@ from mmcopy.tools.units import bytes_text, time_text
 
 from .checks import Row
 from .job import ROLES, Job, Outcome
-from .pictures import Hand
+from .pictures import Attachments
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,12 +53,12 @@ def print_report(console: Console, job: Job, outcome: Outcome) -> None:
     console.print()
     console.print(_totals(outcome))
     for row in outcome.rows:
-        if row.fault:
-            what = _plain(f"request {row.request}, {row.role}, {row.tensor}: {row.fault}")
+        if row.error:
+            what = _plain(f"request {row.request}, {row.role}, {row.tensor}: {row.error}")
             console.print(f"[bold red]mismatch[/] {what}")
-    for fault in outcome.faults:
-        console.print(f"[bold red]failure[/] {_plain(fault)}")
-    if any("SegmentNotFoundError" in fault for fault in outcome.faults) and _legs_share_segments(job):
+    for error in outcome.errors:
+        console.print(f"[bold red]failure[/] {_plain(error)}")
+    if any("SegmentNotFoundError" in error for error in outcome.errors) and _legs_share_segments(job):
         console.print(
             "[yellow]note[/] with pd and epd SMG gives both legs the same segment for a side tensor of --shm-min-bytes "
             "or more, and the first of them to read it removes it: choose a threshold above the side tensors' size"
@@ -107,18 +107,18 @@ def _table(job: Job, outcome: Outcome, *, roomy: bool) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True, min_width=9)
     table.add_column("time", justify="right", no_wrap=True, min_width=8)
     table.add_column("check", no_wrap=True, min_width=8)
-    hands = {sent.number: sent.hand for sent in outcome.sent}
+    attachments = {sent.number: sent.attached for sent in outcome.sent}
     for (number, role), rows in groupby(outcome.rows, key=lambda row: (row.request, row.role)):
         where = f", {role}" if several else ""
-        table.add_row(f"[bold]request {number}{where}:[/][dim] {_plain(_summary(hands[number]))}[/]")
+        table.add_row(f"[bold]request {number}{where}:[/][dim] {_plain(_summary(attachments[number]))}[/]")
         for row in rows:
             table.add_row(*_cells(row))
         table.add_section()
     return table
 
 
-def _summary(hand: Hand) -> str:
-    names = [picture.name for picture in hand.pictures] + ["video"] * len(hand.videos)
+def _summary(attached: Attachments) -> str:
+    names = [picture.name for picture in attached.pictures] + ["video"] * len(attached.videos)
     return names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "") if names else ""
 
 
@@ -130,7 +130,7 @@ def _cells(row: Row) -> list[str]:
         "inline" if row.path == "inline" else f"[green]{row.path}[/]",
         bytes_text(row.nbytes),
         time_text(row.seconds),
-        f"[bold red]{row.check}: wrong[/]" if row.fault else f"[green]{row.check}[/]",
+        f"[bold red]{row.check}: wrong[/]" if row.error else f"[green]{row.check}[/]",
     ]
 
 

@@ -1,4 +1,4 @@
-"""JSON lines from a child process to its parent: what the child writes them with, and the parent's side."""
+"""JSON lines from a child process to its parent: both sides."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any
 from mmcopy.errors import MmcopyError
 from mmcopy.tools.process import ChildProcess
 
-__all__ = ["Report", "ReportingProcess", "WorkerError", "told_to_stop"]
+__all__ = ["Report", "ReportingProcess", "WorkerError", "wait_for_stop"]
 
 POLL_S = 0.02
 
 
 class WorkerError(MmcopyError, RuntimeError):
-    """A process did not start; the message is its own, or the last lines it wrote."""
+    """A process did not start. The message is its own, or its last lines of output."""
 
 
 class Report:
-    """JSON lines to a file descriptor, from any thread. Nobody reading is no error: the parent is gone then."""
+    """Writes JSON lines to a file descriptor, from any thread; nothing where the reader, the parent, has ended."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -42,8 +42,8 @@ class Report:
                 line = line[os.write(self._descriptor, line) :]
 
 
-async def told_to_stop(started: Callable[[], None] = lambda: None) -> None:
-    """Return at a signal, or when the parent's end of our stdin closes. ``started`` is called once both are watched."""
+async def wait_for_stop(started: Callable[[], None] = lambda: None) -> None:
+    """Return at a signal, or when the parent closes its end of our stdin. Calls ``started`` once both are watched."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -57,9 +57,9 @@ async def told_to_stop(started: Callable[[], None] = lambda: None) -> None:
 
 
 class ReportingProcess:
-    """A module of ours that runs in a process of its own and writes ``ready`` (or ``error``) once, then what it likes.
+    """A module that runs in its own process and writes ``ready`` (or ``error``) once, then lines of any kind.
 
-    ``name`` is for messages. ``start`` returns at once, so that several load their libraries side by side.
+    ``name`` is for messages. ``start`` returns at once, so that several processes load their libraries in parallel.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ReportingProcess:
             time.sleep(POLL_S)
 
     def reports(self, *events: str) -> list[dict[str, Any]]:
-        """Its lines so far, of these events (all when none is named), in order."""
+        """Its lines so far, in order: of these events, or all when none is named."""
         with self._lock:
             return [line for line in self._lines if not events or line["event"] in events]
 

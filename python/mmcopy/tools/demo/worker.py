@@ -1,10 +1,9 @@
-"""The demo's worker process: receives like any worker, and tells what it received and whether the bytes are the same.
+"""The demo's worker process: receives like any worker, and reports what it received with its digests.
 
 ``python -m mmcopy.tools.demo.worker --model-dir DIR --report-fd FD`` serves until SIGTERM, SIGINT or the end of its
-stdin,
-when that is a pipe. It writes JSON lines to FD: ``ready`` (or ``error``) once, then one line a request, ``request`` or
-``failed``. Before mmcopy receives a tensor, its payload is read here in the plainest way and hashed (not a lease, which
-has no name that could be opened); after, the bytes of the tensor on the device are copied back and hashed too.
+stdin, when that is a pipe. It writes JSON lines to FD: ``ready`` (or ``error``) once, then ``request`` or ``failed``
+for each request. Before mmcopy receives a tensor, its payload is read with plain system calls and hashed (not a lease,
+which has no name to open). Afterwards the bytes on the device are copied back and hashed too.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from mmcopy import Inline, MmcopyError, Receiver, ShmHandle, TensorData
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, WorkerRequest
 
-from .reporting import Report, told_to_stop
+from .reporting import Report, wait_for_stop
 
 __all__ = ["DemoWorker", "bytes_on_device", "plain_digest"]
 
 REPLY = "received"
 CHUNK_BYTES = 4 << 20
 NAMESPACES = {"own": None, "foreign": "00000000-0000-4000-8000-000000000000:1", "none": ""}
-"""What a worker advertises; the second is of no host, and the third is nothing."""
+"""What a worker advertises: its own id, one that no host has, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class DemoWorker(SmgWorker):
         self._reply = [vocabulary[letter] for letter in REPLY]
 
     def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
-        """One by one, so that each has a time of its own; on a GPU until its bytes are there."""
+        """Receive one by one, so that each tensor is timed by itself, until its bytes are on the device."""
         received: dict[str, Any] = {}
         try:
             for label, data in tensors.items():
@@ -78,11 +77,11 @@ class DemoWorker(SmgWorker):
         return received
 
     async def generate(self, request: WorkerRequest) -> AsyncIterator[Sequence[int]]:
-        await asyncio.to_thread(self._tell, request)
+        await asyncio.to_thread(self._write_report, request)
         yield self._reply
 
     async def encode(self, request: WorkerRequest) -> None:
-        await asyncio.to_thread(self._tell, request)
+        await asyncio.to_thread(self._write_report, request)
 
     def server_info(self, message: Any) -> None:
         if self.engine == "vllm":
@@ -95,7 +94,7 @@ class DemoWorker(SmgWorker):
         if self._kv_connector and self._role == "prefill":
             message.complete.kv_transfer_params_json = json.dumps({"do_remote_prefill": True})
 
-    def _tell(self, request: WorkerRequest) -> None:
+    def _write_report(self, request: WorkerRequest) -> None:
         items = []
         for item in request.items:
             tensors = []
@@ -183,9 +182,9 @@ def _wait_for_device(tensor: Any) -> None:
 
 
 async def serve(worker: DemoWorker, report: Report) -> None:
-    """Serves until a signal, or until the parent's end of our stdin closes."""
+    """Serves until a signal comes, or the parent closes its end of our stdin."""
     await worker.start()
-    await told_to_stop(lambda: report.write("ready", address=worker.address, device=worker.receiver.device))
+    await wait_for_stop(lambda: report.write("ready", address=worker.address, device=worker.receiver.device))
     await worker.stop(grace_s=0.5)
 
 

@@ -12,13 +12,13 @@ __all__ = ["NIXL", "WorkerError", "WorkerProcess"]
 
 Framework = Literal["torch", "numpy"]
 NIXL = "NixlConnector"
-"""A connector with which vLLM workers take part in pd: decode is told what prefill answered."""
+"""A connector that makes vLLM workers take part in pd: the gateway passes prefill's answer to decode."""
 
 
 class WorkerProcess(ReportingProcess):
     """One :mod:`mmcopy.tools.demo.worker`.
 
-    ``endpoint_dir``: where its socket for mmcopy's senders is; None: it has none.
+    ``endpoint_dir``: where its socket for mmcopy's senders is. None: it has no socket.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What ``mmcopy doctor`` looks at: whether this machine can move tensors well, and what to do where it cannot.
+"""The checks of ``mmcopy doctor``: whether this machine can move tensors well, and what to do where it cannot.
 
-Each module looks at one part of the machine. What it reads goes into plain values, and pure functions judge those
-values into :class:`Line`; so each judgement is tested without the machine that deserves it. Nothing here starts CUDA
-in the calling process, and nothing raises: a check that fails becomes a line that says so.
+Each module looks at one part of the machine. It reads plain values, and pure functions judge them into :class:`Line`,
+so that each judgement is tested on any machine. Nothing here starts CUDA in the calling process, and nothing raises: a
+check that fails becomes a line that says so.
 """
 
 from __future__ import annotations

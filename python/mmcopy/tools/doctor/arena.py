@@ -1,4 +1,4 @@
-"""The arena: whether a sender here gets one, how its memory turns out, and whether a worker takes it."""
+"""The arena: whether a sender can make one here, what memory it gets, and whether a worker takes it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .line import Line, Status
 __all__ = ["TRIAL_BYTES", "Offer", "Trial", "huge_pages", "lines", "locked", "prove_and_offer", "room", "seals"]
 
 TRIAL_BYTES = 2 * MIB
-"""An arena that is made to look at it, or to see whether a worker takes it."""
+"""The size of an arena that is only made to examine it, or to offer it to a worker."""
 _MOST_EIGHTHS = 7
-"""What an arena takes of the free memory at most (rust/arena/budget.rs)."""
+"""An arena takes at most this share of the available memory (rust/arena/budget.rs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a small arena turned out. ``error``: why there is none ("" when there is one)."""
+    """What a small arena looks like. ``error``: why it could not be made ("" when it could)."""
 
     error: str = ""
     is_read_only: bool = True
@@ -66,7 +66,7 @@ def _try() -> Trial:
 
 
 def seals(trial: Trial) -> Line:
-    """Judge whether an arena can be made, and what its seals keep workers from."""
+    """Judge whether an arena can be made, and whether its seals keep workers from writing to it."""
     name = "arena"
     if trial.error:
         return Line(
@@ -77,7 +77,7 @@ def seals(trial: Trial) -> Line:
             "file seals (a seccomp profile, vm.memfd_noexec), and see the memory below",
         )
     text = f"yes: a memfd of {bytes_text(TRIAL_BYTES)}, sealed in its size"
-    text += " and against running" if trial.is_noexec else " (the seal against running: not known to this kernel)"
+    text += " and against execution" if trial.is_noexec else " (this kernel does not know the seal against execution)"
     if not trial.is_read_only:
         return Line(
             name,
@@ -89,12 +89,12 @@ def seals(trial: Trial) -> Line:
 
 
 def huge_pages(setting: str) -> Line:
-    """Tell whether the arena's memory is in huge pages; nobody has measured yet what they bring it."""
+    """Report whether the arena's memory is in huge pages; what they gain has not been measured."""
     name = "arena pages"
-    told = f"shmem_enabled is {setting}"
+    setting_text = f"shmem_enabled is {setting}"
     if setting in ("always", "within_size", "advise", "force"):
-        return Line(name, Status.GOOD, f"huge where the kernel finds some ({told})")
-    return Line(name, Status.GOOD, f"small ({told}; advise would do for the arena)")
+        return Line(name, Status.GOOD, f"huge where the kernel finds some ({setting_text})")
+    return Line(name, Status.GOOD, f"small ({setting_text}; advise is enough for the arena)")
 
 
 def room(available_bytes: int | None) -> Line:
@@ -134,7 +134,7 @@ def locked(limit_bytes: int | None) -> Line:
 
 
 def prove_and_offer(sender: Sender, worker: WorkerSpec, *, timeout_s: float) -> tuple[Sharing, Offer]:
-    """Let ``worker`` prove what it reads of ours, and offer it the sender's arena. Blocks, ``timeout_s`` at most."""
+    """Probe whether ``worker`` reads our segments, and offer it the arena. Blocks for at most ``timeout_s``."""
     path = worker.labels.get(ENDPOINT_LABEL)
     before = _hand_overs(sender)
     sharing = sender.prove(worker, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
 """GPUs, their PCIe links, torch and cupy.
 
-This process calls no CUDA: GPUs come from nvidia-smi or sysfs, and packages are imported in a process of their own,
-so that a broken one costs a line and not the report.
+This process does not call CUDA. GPUs come from nvidia-smi or sysfs, and packages are imported in another process, so
+that a broken one costs a line and not the report.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ INSTALL = "pip install 'mmcopy[cuda13]' (or cuda12, as the driver allows)"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. None where the driver does not tell."""
+    """One GPU. None where the driver does not say."""
 
     index: int
     name: str
@@ -64,13 +64,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpusFound:
-    """The GPUs that the driver shows this process, or else those on the bus, and who told."""
+    """The GPUs that the driver shows this process, or else those on the bus, and the source."""
 
     gpus: tuple[Gpu, ...]
     driver: str | None = None
     """The driver's version; None when there is no driver to ask."""
     trouble: str = ""
-    """What nvidia-smi said when it was there and failed."""
+    """The output of an nvidia-smi that failed."""
 
 
 def lines(found: GpusFound, *, start_cuda: bool) -> Iterator[Line]:
@@ -78,16 +78,16 @@ def lines(found: GpusFound, *, start_cuda: bool) -> Iterator[Line]:
     for gpu in found.gpus:
         yield link(gpu)
     present = [name for name in ("torch", "cupy") if _is_importable(name)]
-    told = probe(present, start_cuda=start_cuda) if present else {}
+    packages = probe(present, start_cuda=start_cuda) if present else {}
     has_gpu = bool(found.gpus)
-    yield torch_package(told.get("torch"), has_gpu=has_gpu)
-    yield cupy_package(told.get("cupy"), torch=told.get("torch"), has_gpu=has_gpu)
+    yield torch_package(packages.get("torch"), has_gpu=has_gpu)
+    yield cupy_package(packages.get("cupy"), torch=packages.get("torch"), has_gpu=has_gpu)
     if start_cuda:
-        yield cuda(told.get("cuda"))
+        yield cuda(packages.get("cuda"))
 
 
 def find_gpus() -> GpusFound:
-    """The GPUs as nvidia-smi shows them; where there is no nvidia-smi, as they sit on the bus. Never raises."""
+    """The GPUs as nvidia-smi shows them; where there is no nvidia-smi, as the PCI bus lists them. Never raises."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
@@ -195,7 +195,7 @@ def link(gpu: Gpu) -> Line:
     if gpu.memory_bytes is not None:
         text += f", {bytes_text(gpu.memory_bytes)}"
     if gpu.generation is None or gpu.width is None:
-        return Line(name, Status.GOOD, f"{text}, PCIe link not told")
+        return Line(name, Status.GOOD, f"{text}, PCIe link unknown")
     generation_max, width_max = gpu.generation_max or gpu.generation, gpu.width_max or gpu.width
     text += f", PCIe gen {gpu.generation} of {generation_max}, {gpu.width} of {width_max} lanes"
     if gpu.width < width_max:
@@ -224,25 +224,25 @@ def link(gpu: Gpu) -> Line:
 _PROBE = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
-names, start_cuda, told = sys.argv[1].split(","), sys.argv[2] == "1", {}
+names, start_cuda, found = sys.argv[1].split(","), sys.argv[2] == "1", {}
 for name in names:
     try:
         module = importlib.import_module(name)
-        told[name] = {"version": str(module.__version__)}
+        found[name] = {"version": str(module.__version__)}
         if name == "torch":
-            told[name]["cuda"] = module.version.cuda
+            found[name]["cuda"] = module.version.cuda
     except Exception as error:
-        told[name] = {"error": f"{type(error).__name__}: {error}"}
-if start_cuda and "version" in told.get("torch", {}):
+        found[name] = {"error": f"{type(error).__name__}: {error}"}
+if start_cuda and "version" in found.get("torch", {}):
     torch = importlib.import_module("torch")
     try:
         torch.cuda.init()
         host = torch.arange(4096, dtype=torch.int32).pin_memory()
         equal = all(bool((host.to(f"cuda:{i}").cpu() == host).all()) for i in range(torch.cuda.device_count()))
-        told["cuda"] = {"devices": torch.cuda.device_count(), "equal": equal}
+        found["cuda"] = {"devices": torch.cuda.device_count(), "equal": equal}
     except Exception as error:
-        told["cuda"] = {"error": f"{type(error).__name__}: {error}"}
-print("\\n" + json.dumps(told))
+        found["cuda"] = {"error": f"{type(error).__name__}: {error}"}
+print("\\n" + json.dumps(found))
 """
 
 
@@ -254,7 +254,7 @@ def _is_importable(name: str) -> bool:
 
 
 def probe(names: list[str], *, start_cuda: bool) -> dict[str, Any]:
-    """Import ``names`` in a process of its own and tell their versions, or the error. Never raises."""
+    """Import ``names`` in another process; their versions, or the error. Never raises."""
     command = [sys.executable, "-c", _PROBE, ",".join(names), "1" if start_cuda else "0"]
     try:
         answer = subprocess.run(
@@ -267,8 +267,8 @@ def probe(names: list[str], *, start_cuda: bool) -> dict[str, Any]:
             check=False,
         )
         if answer.returncode == 0:
-            told = json.loads(answer.stdout.rstrip().rsplit("\n", 1)[-1])
-            return told if isinstance(told, dict) else {}
+            found = json.loads(answer.stdout.rstrip().rsplit("\n", 1)[-1])
+            return found if isinstance(found, dict) else {}
         last_words = " ".join(answer.stderr.split())[-200:]
         error = f"the process that imported {' and '.join(names)} ended with {answer.returncode}: {last_words}"
     except subprocess.TimeoutExpired:
@@ -278,36 +278,41 @@ def probe(names: list[str], *, start_cuda: bool) -> dict[str, Any]:
     return {name: {"error": error} for name in names}
 
 
-def torch_package(told: Mapping[str, Any] | None, *, has_gpu: bool) -> Line:
-    """Judge torch; ``told`` is None where it is not installed."""
-    if told is None:
+def torch_package(found: Mapping[str, Any] | None, *, has_gpu: bool) -> Line:
+    """Judge torch; ``found`` is None where it is not installed."""
+    if found is None:
         if has_gpu:
             return Line("torch", Status.WARNING, "not installed", f"a worker on this machine needs it: {INSTALL}")
         return Line("torch", Status.GOOD, "not installed; only a worker needs it")
-    if "error" in told:
+    if "error" in found:
         return Line(
-            "torch", Status.PROBLEM, f"cannot be imported: {told['error']}", f"reinstall it, or uninstall it: {INSTALL}"
+            "torch",
+            Status.PROBLEM,
+            f"cannot be imported: {found['error']}",
+            f"reinstall it, or uninstall it: {INSTALL}",
         )
-    if told["cuda"] is None:
-        text = f"{told['version']}, without CUDA"
+    if found["cuda"] is None:
+        text = f"{found['version']}, without CUDA"
         if has_gpu:
             return Line("torch", Status.WARNING, text, f"it cannot use this machine's GPU: {INSTALL}")
         return Line("torch", Status.GOOD, text)
-    return Line("torch", Status.GOOD, f"{told['version']}, CUDA {told['cuda']}")
+    return Line("torch", Status.GOOD, f"{found['version']}, CUDA {found['cuda']}")
 
 
-def cupy_package(told: Mapping[str, Any] | None, *, torch: Mapping[str, Any] | None, has_gpu: bool) -> Line:
+def cupy_package(found: Mapping[str, Any] | None, *, torch: Mapping[str, Any] | None, has_gpu: bool) -> Line:
     """Judge cupy, which has to be of torch's CUDA major version."""
-    if told is None:
+    if found is None:
         if has_gpu:
             return Line("cupy", Status.WARNING, "not installed", f"receiving onto a GPU needs it: {INSTALL}")
         return Line("cupy", Status.GOOD, "not installed; only a worker with a GPU needs it")
-    if "error" in told:
-        # Without a GPU cupy may fail to find CUDA's libraries, and nobody needs it.
+    if "error" in found:
+        # Without a GPU cupy may not find CUDA's libraries, and it is not needed.
         status = Status.PROBLEM if has_gpu else Status.WARNING
-        return Line("cupy", status, f"cannot be imported: {told['error']}", f"reinstall it, or uninstall it: {INSTALL}")
+        return Line(
+            "cupy", status, f"cannot be imported: {found['error']}", f"reinstall it, or uninstall it: {INSTALL}"
+        )
     majors = _cupy_majors()
-    text = f"{told['version']}" + (f", CUDA {' and '.join(sorted(majors))}" if majors else "")
+    text = f"{found['version']}" + (f", CUDA {' and '.join(sorted(majors))}" if majors else "")
     if len(majors) > 1:
         return Line("cupy", Status.PROBLEM, text, "two cupy packages overwrite each other: pip uninstall one of them")
     torch_cuda = (torch or {}).get("cuda")
@@ -329,12 +334,12 @@ def _cupy_majors() -> set[str]:
     return majors
 
 
-def cuda(told: Mapping[str, Any] | None) -> Line:
-    """Judge the trial of CUDA that was asked for: 16 KiB of pinned memory to every device and back."""
-    if told is None:
+def cuda(found: Mapping[str, Any] | None) -> Line:
+    """Judge the trial of CUDA: 16 KiB of pinned memory to every device and back."""
+    if found is None:
         return Line("CUDA", Status.WARNING, "not tried: torch cannot be imported", INSTALL)
-    if "error" in told:
-        return Line("CUDA", Status.PROBLEM, told["error"], "compare the driver (nvidia-smi) with torch's CUDA version")
-    if not told["equal"]:
+    if "error" in found:
+        return Line("CUDA", Status.PROBLEM, found["error"], "compare the driver (nvidia-smi) with torch's CUDA version")
+    if not found["equal"]:
         return Line("CUDA", Status.PROBLEM, "bytes came back changed", "do not use this GPU")
-    return Line("CUDA", Status.GOOD, f"started; pinned memory reached {told['devices']} devices and came back equal")
+    return Line("CUDA", Status.GOOD, f"started; pinned memory reached {found['devices']} devices and came back equal")

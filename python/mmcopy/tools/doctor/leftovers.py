@@ -1,4 +1,4 @@
-"""Segments in shared memory that nobody will read any more. Counted, never removed."""
+"""Segments in shared memory that will not be read any more. Counted, never unlinked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .line import Line, Status
 __all__ = ["Found", "find", "judge", "lines"]
 
 OLD_S = 60.0
-"""A segment is read within moments of its message; one older than this was missed by its consumer."""
+"""A segment is read within moments of its message; an older one was missed by its consumer."""
 
 OURS = re.compile(r"mmcopy-([0-9a-f]{16})-[0-9]+")
 SMG = re.compile(r"smg-tokenspeed-.+")
@@ -26,7 +26,7 @@ SMG = re.compile(r"smg-tokenspeed-.+")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Segments of one maker: all there are, and those among them that seem forgotten."""
+    """Segments of one kind of sender: all of them, and those that seem forgotten."""
 
     count: int = 0
     nbytes: int = 0
@@ -40,15 +40,15 @@ def lines(shm_dir: str) -> Iterator[Line]:
         "leftovers mmcopy",
         ours,
         what="their sender is gone",
-        advice="nothing has to be done: the next mmcopy sender on this machine removes them with its first segment",
+        advice="nothing to do: the next mmcopy sender on this machine removes them with its first segment",
     )
     yield judge(
         "leftovers SMG",
         smg,
         what=f"older than {OLD_S:.0f} s",
         advice=(
-            "no worker took them, and a stock gateway removes only those of gateways that are gone. When no request "
-            f"is under way: find {shm_dir} -maxdepth 1 -name 'smg-tokenspeed-*' -mmin +1 -delete"
+            "no worker took them, and a stock gateway removes only those of gateways that have ended. When no "
+            f"request is running: find {shm_dir} -maxdepth 1 -name 'smg-tokenspeed-*' -mmin +1 -delete"
         ),
     )
 
@@ -64,7 +64,7 @@ def find(shm_dir: str, *, now: float) -> tuple[Found, Found]:
     alive: dict[str, bool | None] = {}
     try:
         paths = list(Path(shm_dir).iterdir())
-    except OSError:  # the line "shm mount" tells
+    except OSError:  # the line "shm mount" reports it
         return Found(), Found()
     for path in paths:
         sender = OURS.fullmatch(path.name)
@@ -83,7 +83,7 @@ def find(shm_dir: str, *, now: float) -> tuple[Found, Found]:
         instance = sender[1]
         if instance not in alive:
             alive[instance] = _holds_lock(path.with_name(f"mmcopy-{instance}.lock"))
-        # No lock file: the sender ended in order, and the consumer still has its minute.
+        # No lock file: the sender closed properly, and the consumer still has its minute.
         ours.append((status, alive[instance] is False or (alive[instance] is None and old)))
     return _sum(ours), _sum(smg)
 
@@ -102,7 +102,7 @@ def _sum(files: Iterable[tuple[os.stat_result, bool]]) -> Found:
 def _holds_lock(path: Path) -> bool | None:
     """Whether some process holds the lock of the file ``path``; None when the file is not there.
 
-    A file that may not be opened counts as held: another user's, about which nothing can be said.
+    A file that cannot be opened, such as another user's, counts as held.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,11 +120,11 @@ def _holds_lock(path: Path) -> bool | None:
 
 
 def judge(name: str, found: Found, *, what: str, advice: str) -> Line:
-    """Judge the segments of one maker."""
+    """Judge the segments of one kind of sender."""
     if found.count == 0:
         return Line(name, Status.GOOD, "none")
     text = f"{found.count} segments, {bytes_text(found.nbytes)}"
     if found.forgotten_count == 0:
-        return Line(name, Status.GOOD, f"none; {text} under way")
+        return Line(name, Status.GOOD, f"none; {text} in flight")
     text += f"; {found.forgotten_count} of them, {bytes_text(found.forgotten_nbytes)}, are left over ({what})"
     return Line(name, Status.WARNING, text, advice)

@@ -9,12 +9,12 @@ __all__ = ["Line", "Status"]
 
 
 class Status(enum.StrEnum):
-    """What a line means for whoever runs the machine."""
+    """What a line means to the operator."""
 
     GOOD = "good"
-    """As it should be, or merely told."""
+    """As it should be, or just information."""
     WARNING = "warning"
-    """It works, but slower, later or only in part; ``advice`` says what to do."""
+    """It works, but slower, later or in part; ``advice`` says what to do."""
     PROBLEM = "problem"
     """Tensors cannot move as they should; ``advice`` says what to do. The command's exit code becomes 1."""
 
@@ -30,4 +30,4 @@ class Line:
 
     def __post_init__(self) -> None:
         if self.status is not Status.GOOD and not self.advice:
-            raise ValueError(f"the line {self.name!r} is a {self.status} and says nothing about what to do")
+            raise ValueError(f"the line {self.name!r} is a {self.status} and has no advice")

@@ -20,7 +20,7 @@ __all__ = ["cores", "lines", "memlock", "memory", "open_files"]
 USUAL_MEMLOCK_BYTES = 8 * MIB
 """What the kernel and systemd give by default. Less means that it was lowered."""
 WORKER_MEMLOCK_BYTES = 256 * MIB
-"""More than a receiver's pinned staging memory, with room for what else is locked on a worker."""
+"""More than a receiver's pinned staging memory, with room for what else a worker locks."""
 OPEN_FILES = 1024
 LOW_MEMORY_BYTES = 512 * MIB
 
@@ -62,7 +62,7 @@ def memlock(limit_bytes: int | None, *, has_gpu: bool) -> Line:
 
 
 def open_files(limit: int | None) -> Line:
-    """Judge RLIMIT_NOFILE: a request in flight holds one descriptor a segment while it is read."""
+    """Judge RLIMIT_NOFILE: a request holds one descriptor per segment while it is read."""
     name = "open files"
     if limit is None:
         return Line(name, Status.GOOD, "no limit (RLIMIT_NOFILE)")

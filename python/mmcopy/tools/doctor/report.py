@@ -1,4 +1,4 @@
-"""All checks together: run each, and tell the lines as text or JSON."""
+"""All checks together, as text or JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["as_json", "as_text", "examine", "exit_code"]
 
 
 def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False, workers: Sequence[str] = ()) -> tuple[Line, ...]:
-    """Look at this machine. Takes a second or a few: torch, where it is installed, is imported in a process of its own.
+    """Look at this machine. Takes a few seconds: torch, where it is installed, is imported in another process.
 
-    Writes one small file into ``shm_dir`` and removes it. ``start_cuda`` creates a CUDA context, in a process of its
-    own. ``workers``: urls of workers that are asked what they share with this process. Never raises.
+    Writes one small file into ``shm_dir`` and removes it. ``start_cuda`` creates a CUDA context, in another
+    process. ``workers``: the URLs of workers to ask what they share with this process. Never raises.
     """
     gpus = gpu.GpusFound(())
 
@@ -25,7 +25,7 @@ def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False, workers: Seq
         gpus = gpu.find_gpus()
         yield from gpu.lines(gpus, start_cuda=start_cuda)
 
-    # The limits are judged by whether there is a GPU, and so come after it, but are told before it.
+    # Whether there is a GPU decides how limits are judged, so it is looked for first; its lines come last.
     about_gpus = _guarded("GPUs", gpu_lines)
     return (
         *_guarded("versions", versions.lines),
@@ -42,8 +42,8 @@ def _guarded(name: str, check: Callable[[], Iterable[Line]]) -> list[Line]:
     lines: list[Line] = []
     try:
         for line in check():
-            lines.append(line)  # one by one: those before the failure are kept
-    except Exception as error:  # the promise: a line, never a traceback
+            lines.append(line)  # one by one, to keep those before a failure
+    except Exception as error:  # never a traceback
         found = f"this check failed: {type(error).__name__}: {error}"
         lines.append(Line(name, Status.PROBLEM, found, "report this line as a bug of mmcopy"))
     return lines
@@ -64,10 +64,10 @@ def exit_code(lines: Iterable[Line]) -> int:
 
 def as_json(lines: Sequence[Line]) -> str:
     """The report as one object: ``lines``, each with name, status, found and advice, and ``summary``, their counts."""
-    told = [
+    records = [
         {"name": line.name, "status": line.status.value, "found": line.found, "advice": line.advice} for line in lines
     ]
-    return json.dumps({"lines": told, "summary": counts(lines)}, indent=2)
+    return json.dumps({"lines": records, "summary": counts(lines)}, indent=2)
 
 
 def summary(lines: Iterable[Line]) -> str:
@@ -81,7 +81,7 @@ def summary(lines: Iterable[Line]) -> str:
 
 
 def as_text(lines: Sequence[Line], *, width: int = 110) -> str:
-    """The report for a terminal without colours, with the advice under the line that it belongs to."""
+    """The report for a terminal without colours, with each advice under its line."""
     name_width = max((len(line.name) for line in lines), default=0)
     indent = " " * (8 + 1 + name_width + 2)
     text = []

@@ -1,4 +1,4 @@
-"""The shared-memory folder: is it memory, how much of it, can it be written, and which name does the host give it."""
+"""The shared-memory folder: whether it is memory, how much, whether it is writable, and its namespace id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Mount", "huge_pages", "lines", "mount", "mount_of", "namespace", "sp
 PHOTO_BYTES = 139 * MIB
 """The pixels of one photo of 12 megapixels: 47,376 patches of 1,536 bfloat16 values are 138.8 MiB."""
 ROOMY_BYTES = GIB
-"""A handful of photos under way at once."""
+"""A handful of photos in flight at once."""
 MORE_ROOM = (
     "give it more: docker run --shm-size=8g; Kubernetes: an emptyDir with medium: Memory at /dev/shm; "
     "otherwise mount -o remount,size=8g /dev/shm"
@@ -56,7 +56,7 @@ class Mount:
 
 
 def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """The mount that ``path`` lies on: the deepest one, and of several at one point the one mounted last."""
+    """The mount that ``path`` lies on: the deepest one, and of several at one point the last one mounted."""
     best = None
     for row in mountinfo.splitlines():
         head, separator, tail = row.partition(" - ")
@@ -75,7 +75,7 @@ def mount_of(path: str, mountinfo: str) -> Mount | None:
 
 
 def namespace(namespace_id: str, shm_dir: str) -> Line:
-    """Judge the id by which a gateway and a worker find out that they share memory."""
+    """Judge the id by which gateway and worker know that they share memory."""
     if not namespace_id:
         return Line(
             "namespace id",
@@ -180,7 +180,7 @@ def writable(shm_dir: str) -> Line:
         return Line(name, Status.PROBLEM, f"no: {error}", _why_not_writable(error, shm_dir))
     if back != payload:
         return Line(
-            name, Status.PROBLEM, "what was read back is not what was written", "do not use this machine's memory"
+            name, Status.PROBLEM, "other bytes were read back than were written", "do not use this machine's memory"
         )
     return Line(name, Status.GOOD, f"yes: wrote, read and removed a segment of {bytes_text(len(payload))}")
 
@@ -193,4 +193,4 @@ def _why_not_writable(error: MmcopyError, shm_dir: str) -> str:
             f"as user {os.geteuid()}: it must be mounted read-write and writable by everybody "
             f"(mount -o remount,rw,mode=1777 {shm_dir}); until then every tensor goes inline"
         )
-    return "until this is mended every tensor goes inline"
+    return "until this is fixed every tensor goes inline"

@@ -1,4 +1,4 @@
-"""Which software is installed. Read from the packages' records: none of them is imported for this."""
+"""Which software is installed, from the packages' metadata: none is imported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def installed(name: str) -> str | None:
 
 
 def extension(*, installed: str | None, built: str, debug: bool, path: str) -> Line:
-    """Judge mmcopy's own version: the package's record and the native module must be of one build."""
+    """Judge mmcopy's own version: package and native module must be of one build."""
     if installed is not None and installed != built:
         return Line(
             "mmcopy",
@@ -58,7 +58,7 @@ def extension(*, installed: str | None, built: str, debug: bool, path: str) -> L
 
 
 def package(name: str, version: str | None, *, oldest: tuple[int, ...], needed_by: str) -> Line:
-    """Judge one optional package; its absence is no fault."""
+    """Judge one optional package; it may be missing."""
     if version is None:
         return Line(name, Status.GOOD, f"not installed; only for {needed_by}")
     if _numbers(version) < oldest:
