@@ -19,12 +19,12 @@ from mmcopy.config import Role, read_environment, wire_dtype
 from mmcopy.integrations.smg import Advertised, ask_worker, with_advertised
 from mmcopy.send.delivery import Delivery, by_labels, choose
 from mmcopy.send.route import Route, plan_route
-from mmcopy.tools.demo.gateway import Gateway
 from mmcopy.tools.demo.gateway import Worker as Registered
 from mmcopy.tools.demo.model_dir import write_model_dir
 from tests.rigs.gateway_pictures import picture, png
 from tests.rigs.gateway_stack import FOREIGN, Leg, Row, WorkerProcess
 from tests.rigs.gateway_worker_process import SERVED_NAME
+from tests.rigs.smg_gateway import Gateway
 from tests.rigs.waiting import settle
 
 pytestmark = [pytest.mark.gateway, pytest.mark.filterwarnings("error")]

@@ -16,10 +16,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from mmcopy.tools.demo.chat import ChatReply
-from mmcopy.tools.demo.gateway import Gateway
 from mmcopy.tools.demo.gateway import Worker as Registered
 from mmcopy.tools.process import ChildProcess
+from tests.rigs.smg_gateway import ChatReply, Gateway
 
 from .gateway_pictures import Tensor, png
 from .gateway_worker_process import SERVED_NAME

@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from mmcopy.errors import ConfigError, MissingDependencyError
-from mmcopy.tools.demo.gateway import Gateway, GatewayError, Worker
+from mmcopy.tools.demo.gateway import GatewayError, Worker
 from mmcopy.tools.demo.model_dir import write_model_dir
 from mmcopy.tools.demo.pictures import noise
 from mmcopy.tools.demo.worker_process import WorkerError, WorkerProcess
+from tests.rigs.smg_gateway import Gateway
 from tests.rigs.waiting import settle
 
 MODEL = "qwen3_vl-demo"

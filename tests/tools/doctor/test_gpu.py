@@ -26,8 +26,8 @@ def a_gpu(**changed: object) -> gpu.Gpu:
         (a_gpu(generation=1, power_state="P8"), GOOD, "an idle GPU lowers its link (P8)"),
         (a_gpu(generation=3), WARNING, "gen 3 of 5"),
         (a_gpu(generation=3, power_state=None), GOOD, "look again under load"),
-        (a_gpu(generation=None), GOOD, "not told"),
-        (a_gpu(width=None), GOOD, "not told"),
+        (a_gpu(generation=None), GOOD, "unknown"),
+        (a_gpu(width=None), GOOD, "unknown"),
         (a_gpu(generation_max=None, width_max=None), GOOD, "gen 5 of 5, 16 of 16"),
     ],
 )

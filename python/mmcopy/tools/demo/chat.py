@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["ChatReply", "HttpReply", "chat_body", "data_url", "http", "media_type_of"]
+__all__ = ["HttpReply", "chat_body", "data_url", "http", "media_type_of"]
 
 # Never through a proxy: everything is on 127.0.0.1.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -23,7 +22,6 @@ class HttpReply:
 
     status: int | None
     text: str
-    seconds: float
 
     def json(self) -> dict[str, Any]:
         """The body as an object; empty when it is not one."""
@@ -34,42 +32,13 @@ class HttpReply:
         return value if isinstance(value, dict) else {}
 
 
-@dataclass(frozen=True)
-class ChatReply(HttpReply):
-    """An answer to a chat request, streamed or not. ``id`` is the id that the workers saw too."""
-
-    id: str = ""
-    content: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-    chunks: int = 0
-
-    @classmethod
-    def from_http(cls, reply: HttpReply) -> Self:
-        if reply.text.startswith("data:"):
-            lines = [line[5:].strip() for line in reply.text.splitlines() if line.startswith("data:")]
-            events = [HttpReply(None, line, 0.0).json() for line in lines if line != "[DONE]"]
-        else:
-            events = [reply.json()]
-        found, content = "", ""
-        usage: dict[str, Any] = {}
-        for event in events:
-            found = found or str(event.get("id") or "")
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or []:
-                part = choice.get("delta") or choice.get("message") or {}
-                content += part.get("content") or ""
-        chunks = len(events) if reply.text.startswith("data:") else 0
-        return cls(reply.status, reply.text, reply.seconds, found, content, usage, chunks)
-
-
 def http(method: str, url: str, body: object = None, *, timeout_s: float) -> HttpReply:
-    """Sends one request and reads all of the answer; an error status is an answer like any other. Blocks.
+    """Sends one request and reads the whole answer, whatever its status. Blocks.
 
-    ``timeout_s`` bounds connecting and each wait for bytes. ``body``: bytes as they are, anything else as JSON.
+    ``timeout_s`` limits connecting and each wait for bytes. ``body``: bytes as they are, anything else as JSON.
     """
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    start = time.perf_counter()
     status: int | None
     try:
         with _OPENER.open(request, timeout=timeout_s) as answer:
@@ -79,7 +48,7 @@ def http(method: str, url: str, body: object = None, *, timeout_s: float) -> Htt
             status, text = error.code, error.read().decode(errors="replace")
     except OSError as error:
         status, text = None, str(getattr(error, "reason", error))
-    return HttpReply(status, text, time.perf_counter() - start)
+    return HttpReply(status, text)
 
 
 def chat_body(
@@ -87,7 +56,7 @@ def chat_body(
     *,
     images: Sequence[bytes | str] = (),
     videos: Sequence[bytes | str] = (),
-    text: str,
+    text: str = "What is this?",
     max_tokens: int = 8,
     stream: bool = False,
 ) -> bytes:

@@ -27,18 +27,17 @@ from typing import Any, Self
 from mmcopy.errors import ConfigError, MissingDependencyError, MmcopyError
 from mmcopy.tools.process import ChildProcess
 
-from .chat import ChatReply, HttpReply, chat_body, http
+from .chat import HttpReply, chat_body, http
 
 __all__ = ["Gateway", "GatewayError", "Worker", "find_smg"]
 
 TOPOLOGIES = ("regular", "pd", "epd")
 ROLES = ("regular", "encode", "prefill", "decode")
-SHM_DIR = Path("/dev/shm")
 POLL_S = 0.02
 START_TRIES = 3
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_METRIC = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+(\S+)$", re.MULTILINE)
+_TELLING = re.compile(r"\b(WARN|ERROR)\b|rror:")
 
 
 class GatewayError(MmcopyError, RuntimeError):
@@ -180,11 +179,6 @@ class Gateway:
         self._drop_log()
         return code
 
-    def kill(self) -> None:
-        """SIGKILL: the gateway has no chance to clean up. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-
     @property
     def pid(self) -> int:
         """The gateway's process id, also the one in the names of its segments."""
@@ -208,21 +202,14 @@ class Gateway:
     # ---- requests --------------------------------------------------------
 
     def chat(
-        self,
-        *,
-        images: Sequence[bytes | str] = (),
-        videos: Sequence[bytes | str] = (),
-        text: str = "What is this?",
-        max_tokens: int = 8,
-        stream: bool = False,
-        timeout_s: float = 60.0,
-    ) -> ChatReply:
+        self, *, images: Sequence[bytes | str] = (), videos: Sequence[bytes | str] = (), timeout_s: float = 60.0
+    ) -> HttpReply:
         """One chat request; returns the answer whatever its status (None: no answer within the limit).
 
-        ``images`` and ``videos``: encoded files (PNG, JPEG, MP4 ...) or URLs; they come before ``text``.
+        ``images`` and ``videos``: encoded files (PNG, JPEG, MP4 ...) or URLs.
         """
-        body = chat_body(self.model, images=images, videos=videos, text=text, max_tokens=max_tokens, stream=stream)
-        return ChatReply.from_http(self.request("POST", "/v1/chat/completions", body, timeout_s=timeout_s))
+        body = chat_body(self.model, images=images, videos=videos)
+        return self.request("POST", "/v1/chat/completions", body, timeout_s=timeout_s)
 
     def request(self, method: str, path: str, body: object = None, *, timeout_s: float = 10.0) -> HttpReply:
         """Any request to the gateway; ``body`` is sent as JSON (bytes as they are)."""
@@ -233,26 +220,9 @@ class Gateway:
         reply = self.request("GET", "/workers")
         return list(reply.json().get("workers", [])) if reply.status == 200 else []
 
-    def metrics(self, prefix: str = "smg_mm") -> dict[str, float]:
-        """Prometheus samples whose name starts with ``prefix``: name with labels -> value."""
-        reply = http("GET", self.metrics_url + "/metrics", timeout_s=10.0)
-        found = _METRIC.findall(reply.text) if reply.status == 200 else []
-        return {name: float(value) for name, value in found if name.startswith(prefix)}
-
-    # ---- what it leaves --------------------------------------------------
-
-    def segments(self) -> list[str]:
-        """Names in /dev/shm that this gateway made (each of its processes, had it to be started again)."""
-        mine = tuple(f"smg-tokenspeed-{pid}-" for pid in self.pids)
-        return sorted(path.name for path in SHM_DIR.iterdir() if mine and path.name.startswith(mine))
-
     def log_text(self) -> str:
         """Its output so far, without colours. Empty after the stop when the log was a temporary file."""
         return _COLOUR.sub("", self._process.log()) if self._process is not None else ""
-
-    def log_lines(self, pattern: str = "") -> list[str]:
-        """Lines of :meth:`log_text` that match the regular expression."""
-        return [line for line in self.log_text().splitlines() if re.search(pattern, line)]
 
     # ---- inside ----------------------------------------------------------
 
@@ -304,8 +274,9 @@ class Gateway:
         return [card["id"] for card in reply.json().get("data", [])] if reply.status == 200 else []
 
     def _log_tail(self) -> str:
-        telling = [line for line in self.log_lines(r"\b(WARN|ERROR)\b|rror:") if "SECURITY POSTURE" not in line]
-        return "\n".join((telling or self.log_lines())[-5:])
+        lines = self.log_text().splitlines()
+        errors = [line for line in lines if _TELLING.search(line) and "SECURITY POSTURE" not in line]
+        return "\n".join((errors or lines)[-5:])
 
     def _drop_log(self) -> None:
         if self._log_is_ours and self._log_path is not None:

@@ -233,7 +233,7 @@ def _send(job: Job, gateway: Gateway | OwnGatewayProcess, poll: Callable[[], Non
         images = [picture.file for picture in attached.pictures]
         reply = gateway.chat(images=images, videos=attached.videos, timeout_s=REQUEST_LIMIT_S)
         if reply.status == 200:
-            return Sent(number, attached, reply.id)
+            return Sent(number, attached, str(reply.json().get("id", "")))
         return Sent(number, attached, "", f"status {reply.status}: {reply.text.strip()[:400]}")
 
     with _pool(job.concurrency) as pool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .chat import ChatReply, chat_body, http
+from .chat import HttpReply, chat_body, http
 from .gateway import Worker
 from .reporting import ReportingProcess
 
@@ -56,11 +56,11 @@ class OwnGatewayProcess(ReportingProcess):
 
     def chat(
         self, *, images: Sequence[bytes | str] = (), videos: Sequence[bytes | str] = (), timeout_s: float = 60.0
-    ) -> ChatReply:
+    ) -> HttpReply:
         """One chat request; returns the answer whatever its status (None: no answer within the limit)."""
-        body = chat_body(self._model, images=images, videos=videos, text="What is this?")
+        body = chat_body(self._model, images=images, videos=videos)
         url = str(self.reports("ready")[0]["url"]) + "/v1/chat/completions"
-        return ChatReply.from_http(http("POST", url, body, timeout_s=timeout_s))
+        return http("POST", url, body, timeout_s=timeout_s)
 
     def errors(self) -> list[str]:
         """What was wrong at its end, after :meth:`stop`: no last report, or leases still in flight."""
