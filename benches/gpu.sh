@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.." || exit 1
 . benches/steps.sh
 nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv | tee "$out/gpu.csv"
 step doctor 60 python3 -m mmcopy doctor
-step tests 400 python3 -m pytest tests/gpu tests/tools/doctor tests/tools/test_bench_command.py -m gpu -q -W default -p no:cacheprovider
+step tests 400 python3 -m pytest tests/gpu tests/tools/doctor tests/tools/bench -m gpu -q -W default -p no:cacheprovider
 for engine in tokenspeed vllm; do
     step "demo-$engine" 90 python3 -m mmcopy demo --engine "$engine" --device cuda:0 --requests 6 --json
 done
