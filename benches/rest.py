@@ -55,7 +55,7 @@ if __name__ == "__main__":
     ):
         PLACE = place_for(args.device)
         worker = WorkerSpec("bench", labels={"mmcopy_endpoint": endpoint.path})
-        sender.prove(worker, timeout_s=60)
+        sender.connect(worker, timeout_s=60)
         print(describe(args.device), end="\n\n")
         rests = [f"{rest_s * 1e3:g} ms" if rest_s else "none" for rest_s in RESTS_S]
         print("| size | path |" + "".join(f" rest {rest} |" for rest in rests))

@@ -19,7 +19,7 @@ from mmcopy.wire import tokenspeed
 url = sys.argv[1]
 worker = with_advertised(WorkerSpec(url), ask_worker(url))  # its dtype, its shared memory, its socket
 with Sender(TransportConfig(mode="auto")) as sender, grpc.insecure_channel(url.removeprefix("grpc://")) as channel:
-    sender.prove(worker, timeout_s=10)  # connects and hands the arena over now, not while the first tensor goes
+    sender.connect(worker, timeout_s=10)  # connects and hands the arena over now, not while the first tensor goes
     pixels = np.random.default_rng(0).standard_normal((1200, 1536), np.float32)  # your preprocessor's output
     data = sender.send(pixels, dtype=wire_dtype("image", worker=worker).dtype, worker=worker)  # cast on the way
 

@@ -13,7 +13,7 @@ from mmcopy import Inline, Receiver, Sender, ShmHandle, TensorData, TransportCon
 from mmcopy.errors import ConfigError, PayloadError, SegmentExistsError, SegmentNotFoundError
 from mmcopy.fanout import MAX_CONSUMERS, consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
 from mmcopy.metrics import Counter
-from mmcopy.send.reason import Reason
+from mmcopy.send.routing import Reason
 
 from .send.test_small_shm import PREAMBLE, in_private_shm
 
@@ -221,16 +221,16 @@ def test_workers_that_are_counted_must_all_share_the_memory(shm_dir: pathlib.Pat
         assert data.path == "segment"
         assert sender.cancel(data)
     with Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender:
-        sender.worker_gone(there)
+        sender.mark_down(there)
         assert sender.send(SOURCE, worker=[here, there], consumers=2).path == "inline"
-        assert sender.metrics.get(Counter.INLINE_FALLBACKS, Reason.WORKER_GONE) == 1
+        assert sender.metrics.get(Counter.INLINE_FALLBACKS, Reason.WORKER_DOWN) == 1
 
 
 def test_what_was_decided_for_both_holds_for_one_of_them(shm_dir: pathlib.Path) -> None:
     ends = [WorkerSpec("grpc://10.0.0.1:1", role="prefill"), WorkerSpec("grpc://10.0.0.1:2", role="decode")]
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), shm_dir=shm_dir) as sender:
         one = sender.route(ends).side_tensors.to(ends[0])
-        assert sender.send(SOURCE, worker=one).path == sender.choose(one, SOURCE.nbytes).path == "inline"
+        assert sender.send(SOURCE, worker=one).path == "inline"
 
 
 def test_all_the_names_of_a_worker_that_has_gone_are_taken_back(shm_dir: pathlib.Path) -> None:
@@ -242,7 +242,6 @@ def test_all_the_names_of_a_worker_that_has_gone_are_taken_back(shm_dir: pathlib
         data, cancelled = (sender.send(SOURCE, worker=worker, consumers=3) for _ in range(2))
         receiver.receive(for_consumer(data, 1))
         assert sender.cancel(cancelled)
-        assert len(sender._publisher.outstanding) == 3
-        assert sender.worker_gone(worker) == 2
+        assert sender.mark_down(worker) == 2
         assert names_in(shm_dir) == set()
         assert sender.send(SOURCE, worker=worker, consumers=3).path == "inline"

@@ -21,7 +21,7 @@ from .prewarm.readiness import Readiness
 from .receive.group import ParallelOptions
 from .receive.pending import PendingReceive
 from .receive.receiver import Receiver
-from .send.outgoing import Reservation, StreamingSend
+from .send.leases import Reservation, StreamingSend
 from .send.sender import Sender
 from .tensors import Inline, ShmHandle, TensorData
 

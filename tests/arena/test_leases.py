@@ -26,7 +26,6 @@ from mmcopy.errors import (
     PayloadError,
 )
 from mmcopy.metrics import Counter
-from mmcopy.send.dispatch import Dispatch
 from tests.rigs.lease_side import MIB, Side, is_empty, random_bytes, sender, side, sockets, statistics
 from tests.rigs.waiting import settle
 
@@ -57,7 +56,7 @@ def test_a_cast_happens_on_the_way(sender: Sender, side: Side) -> None:
 def test_empty_and_small_tensors_stay_in_the_message(sender: Sender, side: Side) -> None:
     assert sender.send(np.empty((0, 3)), worker=side.spec).path == "inline"
     with Sender(TransportConfig(mode="auto", shm_min_bytes=100), arena_bytes=MIB) as careful:
-        careful.prove(side.spec, timeout_s=20)
+        careful.connect(side.spec, timeout_s=20)
         assert careful.send(np.zeros(99, np.uint8), worker=side.spec).path == "inline"
         data = careful.send(np.zeros(100, np.uint8), worker=side.spec)
         assert data.path == "lease"
@@ -91,7 +90,7 @@ def test_one_bad_array_takes_the_others_back(sender: Sender, side: Side) -> None
         sender.send_many([random_bytes(10), np.arange(4)], dtype=[None, "bfloat16"], worker=side.spec)
     assert settle(lambda: is_empty(sender))
     with Sender(TransportConfig(mode="auto", shm_min_bytes=50), arena_bytes=MIB, inline_max_bytes=10) as strict:
-        strict.prove(side.spec, timeout_s=20)
+        strict.connect(side.spec, timeout_s=20)
         with pytest.raises(ValueError, match="inline_max_bytes"):
             strict.send_many([random_bytes(100), random_bytes(20)], worker=side.spec)
         assert settle(lambda: is_empty(strict))
@@ -100,25 +99,42 @@ def test_one_bad_array_takes_the_others_back(sender: Sender, side: Side) -> None
 def test_an_error_behind_the_writing_takes_committed_leases_back(
     sender: Sender, side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = Dispatch.sent
-    told = itertools.count()
+    made = itertools.count()
 
-    def fail_at_the_third(self: Dispatch, *args: Any) -> TensorData:
-        if next(told) == 2:
+    def fail_at_the_third(*args: Any) -> TensorData:
+        if next(made) == 2:
             raise MemoryError
-        return sent(self, *args)
+        return TensorData(*args)
 
-    monkeypatch.setattr(Dispatch, "sent", fail_at_the_third)
+    monkeypatch.setattr("mmcopy.send.sender.TensorData", fail_at_the_third)
     with pytest.raises(MemoryError):
         sender.send_many([random_bytes(100, n) for n in range(5)], worker=side.spec)
     assert settle(lambda: is_empty(sender))
     assert (statistics(sender)["committed"], statistics(sender)["cancelled"]) == (5, 5)
 
 
+def test_a_tensor_that_is_larger_than_the_arena_takes_only_itself_off_it(
+    side: Side, segments: Callable[[], list[str]]
+) -> None:
+    with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB) as sender:
+        sender.connect(side.spec, timeout_s=20)
+        arrays = {"small": random_bytes(1000), "large": random_bytes(2 * MIB + 1), "middle": random_bytes(MIB)}
+        sent = sender.send_many(arrays, worker=side.spec)
+        assert {key: data.path for key, data in sent.items()} == {
+            "small": "lease",
+            "large": "segment",
+            "middle": "lease",
+        }
+        assert sender.metrics.get(Counter.LEASE_FALLBACKS, "full") == 1
+        got = side.receiver.receive(sent)
+        assert all(got[key].tobytes() == array.tobytes() for key, array in arrays.items())
+        assert settle(lambda: is_empty(sender))
+
+
 def test_a_full_arena_waits_then_uses_a_segment(side: Side, segments: Callable[[], list[str]]) -> None:
     options: dict[str, Any] = {"arena_bytes": 2 * MIB, "arena_wait_s": 0.05, "num_threads": 1}
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), **options) as sender:
-        sender.prove(side.spec, timeout_s=20)
+        sender.connect(side.spec, timeout_s=20)
         held = [sender.send(random_bytes(MIB, n), worker=side.spec) for n in range(2)]
         late = sender.send(random_bytes(MIB, 2), worker=side.spec)
         assert [data.path for data in (*held, late)] == ["lease", "lease", "segment"]
@@ -161,7 +177,7 @@ def test_a_request_that_finds_no_room_waits_once_and_goes_by_segments(
     side: Side, segments: Callable[[], list[str]]
 ) -> None:
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB, arena_wait_s=0.05) as sender:
-        sender.prove(side.spec, timeout_s=20)
+        sender.connect(side.spec, timeout_s=20)
         held = sender.send(random_bytes(2 * MIB - 4096), worker=side.spec)
         sent = sender.send_many([random_bytes(MIB, n) for n in range(8)], worker=side.spec)
         assert held.path == "lease"
@@ -250,7 +266,7 @@ def test_one_lease_for_two_workers(sockets: pathlib.Path, side: Side) -> None:
     try:
         with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB) as sender:
             for each in (side, other):
-                sender.prove(each.spec, timeout_s=20)
+                sender.connect(each.spec, timeout_s=20)
             data = sender.send(random_bytes(5000), worker=[side.spec, other.spec])
             assert data.path == "lease"
             assert side.receiver.receive(data).tobytes() == random_bytes(5000).tobytes()
@@ -293,19 +309,19 @@ def test_a_worker_that_takes_no_arena_gets_segments(sockets: pathlib.Path, segme
         Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB) as sender,
     ):
         spec = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": endpoint.path})
-        assert sender.prove(spec, timeout_s=20).reason is None
+        assert sender.connect(spec, timeout_s=20).reason is None
         data = sender.send(random_bytes(1000), worker=spec)
         assert data.path == "segment"
         assert receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
         assert sender.metrics.get(Counter.ARENA_HAND_OVERS, "EndpointRefusedError") == 1
-        assert sender.prove(spec, timeout_s=20).reason is None  # it has not gone
+        assert sender.connect(spec, timeout_s=20).reason is None  # it has not gone
     assert segments() == []
 
 
 def test_close_waits_for_what_is_out_and_no_longer(side: Side) -> None:
     metrics = Metrics()
     sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=MIB, metrics=metrics)
-    sender.prove(side.spec, timeout_s=20)
+    sender.connect(side.spec, timeout_s=20)
     data = sender.send(random_bytes(1000), worker=side.spec)
     timer = threading.Timer(0.2, side.receiver.receive, args=(data,))
     timer.start()

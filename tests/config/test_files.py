@@ -29,7 +29,7 @@ FILE = """\
 # the router
 multimodal_tensor_transport: auto
 multimodal-shm-min-bytes: 64KiB
-proof_max_age_s: 2.5
+probe_max_age_s: 2.5
 workers:
   - &first
     url: grpc://10.0.0.1:9000
@@ -57,7 +57,7 @@ def write(tmp_path: pathlib.Path):  # type: ignore[no-untyped-def]
 def test_a_file(write) -> None:  # type: ignore[no-untyped-def]
     path = write(FILE)
     config = load_config(path)
-    assert config.transport == TransportConfig(mode="auto", shm_min_bytes=65536, proof_max_age_s=2.5)
+    assert config.transport == TransportConfig(mode="auto", shm_min_bytes=65536, probe_max_age_s=2.5)
     assert config.workers == (
         WorkerSpec(
             "grpc://10.0.0.1:9000",

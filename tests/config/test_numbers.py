@@ -80,7 +80,7 @@ def test_counts() -> None:
         ({"MMCOPY_": "1"}, "MMCOPY_ is no variable"),
         ({"MMCOPY_NUM_THREADS": "many"}, "environment: MMCOPY_NUM_THREADS is 'many', want a whole number"),
         ({"MMCOPY_NUM_THREADS": ""}, "environment: MMCOPY_NUM_THREADS is ''"),
-        ({"MMCOPY_PROOF_MAX_AGE_S": "0"}, "environment: MMCOPY_PROOF_MAX_AGE_S is '0', want seconds"),
+        ({"MMCOPY_PROBE_MAX_AGE_S": "0"}, "environment: MMCOPY_PROBE_MAX_AGE_S is '0', want seconds"),
         ({"MMCOPY_CONFIG": " "}, "environment: MMCOPY_CONFIG is ' ', want a file"),
     ],
 )
@@ -93,12 +93,12 @@ def test_our_own_variables_are_strict(environ: dict[str, str], why: str) -> None
 
 def test_our_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_environment(
-        {"MMCOPY_NUM_THREADS": "3", "MMCOPY_PROOF_MAX_AGE_S": "2.5", "MMCOPY_CONFIG": "a.yaml"}
+        {"MMCOPY_NUM_THREADS": "3", "MMCOPY_PROBE_MAX_AGE_S": "2.5", "MMCOPY_CONFIG": "a.yaml"}
     ).own
-    assert (found.num_threads, found.proof_max_age_s, found.config) == (3, 2.5, "a.yaml")
-    assert TransportConfig().proof_max_age_in(read_environment({"MMCOPY_PROOF_MAX_AGE_S": "2.5"})) == 2.5
-    assert TransportConfig(proof_max_age_s=9).proof_max_age_in(read_environment({"MMCOPY_PROOF_MAX_AGE_S": "2"})) == 9
-    assert TransportConfig().proof_max_age_in(read_environment({})) == 30
+    assert (found.num_threads, found.probe_max_age_s, found.config) == (3, 2.5, "a.yaml")
+    assert TransportConfig().probe_max_age_in(read_environment({"MMCOPY_PROBE_MAX_AGE_S": "2.5"})) == 2.5
+    assert TransportConfig(probe_max_age_s=9).probe_max_age_in(read_environment({"MMCOPY_PROBE_MAX_AGE_S": "2"})) == 9
+    assert TransportConfig().probe_max_age_in(read_environment({})) == 30
     monkeypatch.setenv("MMCOPY_NUM_THREADS", "3")
     assert default_num_threads() == 3
     monkeypatch.delenv("MMCOPY_NUM_THREADS")

@@ -18,7 +18,7 @@ PAGE = README.partition("\n## Configuration\n")[2].partition("\n## ")[0]
 def test_its_file_is_read_as_it_says() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert parse_yaml(text, name="README") == RouterConfig(
-        TransportConfig(mode="auto", shm_min_bytes=65536, proof_max_age_s=30),
+        TransportConfig(mode="auto", shm_min_bytes=65536, probe_max_age_s=30),
         (
             WorkerSpec(
                 "grpc://127.0.0.1:9000",

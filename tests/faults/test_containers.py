@@ -20,7 +20,7 @@ def test_containers_with_a_dev_shm_each(house: House) -> None:
     workers = [house.worker(f"grpc://{n}", **options) for n in range(2)]
     sender = house.sender(arena_bytes=2 * MIB, arena_wait_s=0.02, **options)
     for worker in workers:
-        assert sender.ask("prove", worker=worker.address) == "proof_failed"
+        assert sender.ask("connect", worker=worker.address) == "proof_failed"
         assert sender.uses_leases(worker)
     tolds = sender.ask("send_many", sizes=[100_000, 1, 300_000], seed=1, workers=[workers[0].address])
     assert [told["path"] for told in tolds] == ["lease"] * 3

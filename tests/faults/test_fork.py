@@ -16,7 +16,7 @@ from mmcopy import Inline, Receiver, TensorData, TransportConfig, WorkerSpec, _n
 from mmcopy import Sender as PlainSender
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import ClosedError
-from mmcopy.send.outgoing import StreamingSend
+from mmcopy.send.leases import StreamingSend
 from tests.rigs.fault_rig import LIMIT_S, MIB, Failed, House, Sender, Worker, house
 from tests.rigs.waiting import settle
 
@@ -165,7 +165,7 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
         PlainSender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB) as sender,
     ):
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        sender.prove(spec, timeout_s=LIMIT_S)
+        sender.connect(spec, timeout_s=LIMIT_S)
         reserved = sender.reserve((5,), "uint8", worker=spec)
         assert reserved.array is not None
         reserved.array[:] = range(5)

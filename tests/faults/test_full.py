@@ -70,7 +70,7 @@ def test_a_worker_that_lets_go_of_nothing_leaves_room_for_its_peers(house: House
 def test_full_for_longer_than_the_wait_and_no_shared_memory_either(house: House) -> None:
     """Lease, then segment, then inside the message; and back, one by one, when there is room again."""
     worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=0.05, proof_max_age_s=3600.0)
+    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=0.05, probe_max_age_s=3600.0)
     tolds = [sender.send(worker, nbytes=MIB, seed=seed) for seed in range(2)]
     tolds.append(sender.send(worker, nbytes=MIB, seed=2))
     away = house.shm_dir.with_name("away")

@@ -84,7 +84,7 @@ def test_a_killed_worker(house: House, stage: str) -> None:
     assert sender.ask("metrics")["inline_fallbacks"] == {"worker_gone": 1}
     # A worker in its place is used; what was meant for the dead one is a clean error there.
     heir = house.worker("grpc://victim")
-    sender.ask("prove", worker=heir.address)
+    sender.ask("connect", worker=heir.address)
     if told is not None:
         assert outcome(heir.begin("receive", items=[told], seeds=[1])) in ("LeaseStaleError", "LeaseForgedError")
     assert sender.uses_leases(heir)

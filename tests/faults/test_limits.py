@@ -29,7 +29,7 @@ def test_a_sender_short_of_descriptors(house: House, free: int) -> None:
     for seed in range(3):
         told = sender.send(worker, nbytes=5000, seed=seed)
         assert worker.receive(told, seeds=[seed])
-    found = sender.ask("prove", worker=worker.address)
+    found = sender.ask("connect", worker=worker.address)
     assert found in (None, "proof_failed")
     assert (found is None) == (sender.ask("metrics").get("arena_hand_overs") is not None) or free < 6
     lift()
@@ -59,7 +59,7 @@ def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
     lift = worker.limit_descriptors(free)
     sender = house.sender(arena_bytes=MIB)
     sent = [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2)]
-    sender.ask("prove", worker=worker.address)
+    sender.ask("connect", worker=worker.address)
     sent += [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2, 4)]
     expected = {0: "inline", 4: "segment", 5: "lease"}
     assert sent[-1]["path"] == expected[free]
@@ -76,7 +76,7 @@ def test_descriptors_stay_flat_over_workers_that_come_and_go(house: House) -> No
     counts = []
     for _ in range(4):
         worker = house.worker("grpc://w")
-        sender.ask("prove", worker=worker.address)
+        sender.ask("connect", worker=worker.address)
         assert sender.uses_leases(worker)
         worker.kill()
         assert settle(lambda: sender.ask("statistics")["consumers"] == 0)
@@ -92,7 +92,7 @@ def test_a_directory_that_is_removed_under_a_worker(house: House, tmp_path: path
     shutil.rmtree(directory)
     assert sender.uses_leases(worker)
     late = house.sender(arena_bytes=MIB)
-    assert late.ask("prove", worker=worker.address) == "proof_failed"
+    assert late.ask("connect", worker=worker.address) == "proof_failed"
     told = late.send(worker, nbytes=5000, seed=1)
     assert told["path"] == "inline"
     assert worker.receive(told, seeds=[1])

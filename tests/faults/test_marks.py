@@ -35,7 +35,7 @@ def test_garbage_over_its_marks_harms_the_one_that_writes_it(house: House) -> No
     mad.kill()
     assert sender.check_books()["consumers"] == 1
     heir = house.worker("grpc://mad")
-    sender.ask("prove", worker=heir.address)
+    sender.ask("connect", worker=heir.address)
     assert sender.uses_leases(heir)
     sender.check_books()
 

@@ -17,8 +17,7 @@ import pytest
 from mmcopy import TransportConfig, WorkerSpec, shm_namespace_id
 from mmcopy.config import Role, read_environment, wire_dtype
 from mmcopy.integrations.smg import Advertised, ask_worker, with_advertised
-from mmcopy.send.delivery import Delivery, by_labels, choose
-from mmcopy.send.route import Route, plan_route
+from mmcopy.send.routing import Delivery, Route, Snapshot, by_labels, decide, plan_route
 from mmcopy.tools.demo.gateway import Worker as Registered
 from mmcopy.tools.demo.model_dir import write_model_dir
 from tests.rigs.gateway_pictures import picture, png
@@ -161,7 +160,7 @@ def route_by_mmcopy(workers: Workers, legs: Sequence[Leg], settings: Settings) -
 
 
 def path_of(delivery: Delivery, nbytes: int) -> str:
-    return choose(delivery, nbytes).path
+    return decide(delivery, Snapshot(), nbytes).path
 
 
 def is_pixels(label: str) -> bool:

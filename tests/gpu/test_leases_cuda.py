@@ -60,7 +60,7 @@ def worker(endpoint: WorkerEndpoint) -> WorkerSpec:
 @pytest.fixture
 def sender(receiver: Receiver, worker: WorkerSpec, segments: Callable[[], list[str]]) -> Iterator[Sender]:
     with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         yield sender
         assert settle(lambda: sender.leases_out == 0)
     assert segments() == []
@@ -156,7 +156,7 @@ def test_an_arena_in_several_parts(
     """Copies that reach over the edges of registrations, one by one, in batches and as they are written."""
     monkeypatch.setattr(registration, "PART_BYTES", MIB)
     with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         for nbytes in EDGES:
             source = random_bytes(nbytes, nbytes)
             assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
@@ -188,7 +188,7 @@ def test_what_was_registered_before_a_refusal_is_let_go(
     with Receiver("cuda:0", endpoint=endpoint) as receiver, Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
         arenas = destination(receiver)._arenas
         monkeypatch.setattr(arenas, "_runtime", Replacing(runtime, hostRegister=refuse_the_fourth))
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         source = random_bytes(5 * MIB, 1)
         assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
         assert arenas.num_registered == 0
@@ -232,7 +232,7 @@ def test_blocks_are_not_reused_under_a_slow_copy_stream(
 ) -> None:
     """An arena of four blocks: the fifth lease must wait for the first one's copy, hundreds of times."""
     with Sender(ALWAYS, arena_bytes=4 * MIB, arena_wait_s=20) as sender:
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         for round_ in range(60):
             hold(torch, destination(receiver)._copy_stream.stream, 3)
             sources = [random_bytes(MIB, round_ * 10 + n) for n in range(8)]
@@ -293,7 +293,7 @@ def test_an_arena_that_cannot_be_registered_is_staged_with_one_warning(
     with Receiver("cuda:0", endpoint=endpoint) as receiver:
         monkeypatch.setattr(destination(receiver)._arenas, "_runtime", Replacing(runtime, hostRegister=refuse))
         with caplog.at_level(logging.WARNING), Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
-            sender.prove(worker, timeout_s=20)
+            sender.connect(worker, timeout_s=20)
             for seed in range(3):
                 source = random_bytes(3 * MIB, seed)
                 assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
@@ -326,9 +326,9 @@ import numpy as np
 from mmcopy import Sender, TransportConfig, WorkerSpec
 worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": sys.argv[1]})
 sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=64 << 20)
-sender.prove(worker, timeout_s=20)
+sender.connect(worker, timeout_s=20)
 whole = sender.send(np.full(1 << 20, 7, np.uint8), worker=worker).payload
-(half,) = sender._arena.native.take([8 << 20], [0], timeout_s=5.0)
+(half,) = sender.arena.take([8 << 20], [0], timeout_s=5.0)
 for handle in (whole, half):
     print(handle.name, handle.offset, handle.nbytes, handle.owner_id, flush=True)
 time.sleep(60)

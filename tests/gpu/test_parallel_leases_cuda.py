@@ -52,7 +52,7 @@ def worker(receiver: Receiver) -> WorkerSpec:
 @pytest.fixture
 def sender(worker: WorkerSpec, segments: Callable[[], list[str]]) -> Iterator[Sender]:
     with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         yield sender
         assert settle(lambda: sender.leases_out == 0)
     assert segments() == []
@@ -143,7 +143,7 @@ def test_a_lease_comes_back_behind_its_copy_and_not_before(
 def test_blocks_are_not_reused_under_a_slow_copy_stream(torch: Any, receiver: Receiver, worker: WorkerSpec) -> None:
     """An arena of four blocks: the fifth lease must wait for the first one's copy, many times."""
     with Sender(ALWAYS, arena_bytes=4 * MIB, arena_wait_s=20) as sender:
-        sender.prove(worker, timeout_s=20)
+        sender.connect(worker, timeout_s=20)
         for round_ in range(20):
             hold(torch, copy_stream_of(receiver), 3)
             sources = [random_bytes(MIB, round_ * 10 + n) for n in range(8)]
@@ -243,7 +243,7 @@ def test_two_gpus_have_the_same_bytes(
     named = [workers[n] for n in consumers]
     with Sender(ALWAYS, arena_bytes=128 * MIB) as sender:
         for worker in workers:
-            sender.prove(worker, timeout_s=20)
+            sender.connect(worker, timeout_s=20)
         for seed in range(30):
             sources = [random_bytes(seed * 1_000_003 % (40 * MIB) + 1, seed), random_bytes(1001, seed)]
             items = sender.send_many(sources, worker=named, consumers=len(named))

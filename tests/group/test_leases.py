@@ -51,7 +51,7 @@ def sender(group: Group, segments: Callable[[], list[str]]) -> Iterator[Sender]:
     """Both ranks have its arena, which is empty at the end of a test."""
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=32 * MIB, num_threads=2) as sender:
         for worker in group.workers:
-            sender.prove(worker, timeout_s=20)
+            sender.connect(worker, timeout_s=20)
         yield sender
         assert settle(lambda: sender.leases_out == 0)
     assert segments() == []
@@ -96,7 +96,7 @@ def test_four_ranks_and_every_kind_of_tensor(tmp_path: pathlib.Path, segments: C
     group = started(tmp_path, size=4)
     with group.ranks, Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=8 * MIB) as sender:
         for worker in group.workers:
-            sender.prove(worker, timeout_s=20)
+            sender.connect(worker, timeout_s=20)
         for strategy in STRATEGIES:
             for receiver, workers in [(strategy, group.workers), (f"{strategy} 1", group.workers[1:])]:
                 items = sender.send_many(arrays, worker=workers)
@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_claim_gets_the_bytes_from_one_that_can(
     """Rank 1 has them: rank 0 has no endpoint, was never handed that arena, or is none of the lease's consumers."""
     arrays = [random_bytes(200_001), random_bytes(70)]
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=8 * MIB) as other:
-        other.prove(group.workers[1], timeout_s=20)
+        other.connect(group.workers[1], timeout_s=20)
         sends = other if where == "no arena" else sender
         items = sends.send_many(arrays, worker=group.workers[1])
         assert {item.path for item in items} == {"lease"}
@@ -201,7 +201,7 @@ def test_ranks_with_other_items_give_their_leases_back(group: Group, sender: Sen
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sender_that_gives_up_is_an_error_on_both(group: Group, sender: Sender, strategy: str) -> None:
-    arena = sender._arena.native
+    arena = sender.arena
     assert arena is not None
     good = sender.send(random_bytes(70_000), worker=group.workers)
     (writer,) = arena.take([2 * MIB], [0, 1], timeout_s=5.0)
@@ -220,7 +220,7 @@ def test_a_rank_that_dies_holds_nothing(
     group = started(tmp_path, timeout_s=2.0)
     with group.ranks, Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=8 * MIB) as sender:
         for worker in group.workers:
-            sender.prove(worker, timeout_s=20)
+            sender.connect(worker, timeout_s=20)
         items = sender.send_many([random_bytes(200_000), random_bytes(5)], worker=group.workers)
         given = {"do": "receive", "receiver": strategy, "items": [as_json(item) for item in items]}
         group.ranks.send(1, {**given, "die_reading": True})

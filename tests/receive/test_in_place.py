@@ -95,7 +95,7 @@ class Rig:
         self.endpoint = WorkerEndpoint(directory)
         self.worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": self.endpoint.path})
         self.sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2)
-        self.sender.prove(self.worker, timeout_s=20)
+        self.sender.connect(self.worker, timeout_s=20)
         leases = LeaseOpener(self.endpoint, self.metrics, timeout_s=20)
         self.opener = SourceOpener("/dev/shm", ["mmcopy-"], self.metrics, leases=leases)
         self.device = Device(writes_words=writes_words)
@@ -112,7 +112,7 @@ class Rig:
 
     def unwritten(self, nbytes: int) -> tuple[LeaseSource, _native.LeaseWriter]:
         """A lease of which nothing is there yet, and its writer."""
-        arena = self.sender._arena.native
+        arena = self.sender.arena
         assert arena is not None
         (writer,) = arena.take([nbytes], [0], timeout_s=5.0)
         handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)

@@ -103,15 +103,15 @@ def not_refused(calls: dict[str, Callable[[], Any]]) -> list[str]:
 
 
 class SenderRole(Role):
-    def __init__(self, *, mode: str = "auto", proof_max_age_s: float = 15.0, **options: Any) -> None:
-        config = TransportConfig(mode=mode, shm_min_bytes=1, proof_max_age_s=proof_max_age_s)
+    def __init__(self, *, mode: str = "auto", probe_max_age_s: float = 15.0, **options: Any) -> None:
+        config = TransportConfig(mode=mode, shm_min_bytes=1, probe_max_age_s=probe_max_age_s)
         self.sender = Sender(config, num_threads=2, **options)
         self.specs: dict[tuple[str, str], WorkerSpec] = {}
         self.sent: dict[str, TensorData] = {}
         self.streams: dict[str, Any] = {}
 
-    def prove(self, worker: list[str]) -> str | None:
-        found = self.sender.prove(self._spec(worker), timeout_s=20)
+    def connect(self, worker: list[str]) -> str | None:
+        found = self.sender.connect(self._spec(worker), timeout_s=20)
         return None if found.reason is None else str(found.reason)
 
     def send(self, nbytes: int, seed: int, workers: list[list[str]]) -> dict[str, Any]:
@@ -136,14 +136,14 @@ class SenderRole(Role):
         return self.sender.cancel(unpacked(told))
 
     def worker_gone(self, url: str) -> int:
-        return self.sender.worker_gone(url)
+        return self.sender.mark_down(url)
 
     def waiting(self) -> int:
-        """Sends that found the arena full and wait: threads that are asleep inside the arena's ``take``."""
-        return sum(frame_name(frame) == "take" for frame in sys._current_frames().values())
+        """Sends that found the arena full and wait: threads that are asleep inside ``Sender._take``."""
+        return sum(frame_name(frame) == "_take" for frame in sys._current_frames().values())
 
     def statistics(self) -> dict[str, Any]:
-        arena = self.sender._arena.native
+        arena = self.sender.arena
         return {} if arena is None else arena.statistics()
 
     def metrics(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class SenderRole(Role):
                 "send_many": lambda: sender.send_many([array], worker=specs),
                 "send_streaming": lambda: sender.send_streaming(array, worker=specs[0]),
                 "reserve": lambda: sender.reserve((3,), "uint8", worker=specs[0]),
-                "prove": lambda: sender.prove(specs[0]),
+                "connect": lambda: sender.connect(specs[0]),
             }
         )
         if sender.leases_out:

@@ -221,7 +221,7 @@ class House:
         """One that has proved ``workers`` and given them its arena."""
         sender = self._noted(Sender(**{"shm_dir": str(self.shm_dir), **options}))
         for worker in workers:
-            assert sender.ask("prove", worker=worker.address) is None
+            assert sender.ask("connect", worker=worker.address) is None
         return sender
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def statistics(sender: Sender) -> dict[str, Any]:
-    arena = sender._arena.native
+    arena = sender.arena
     assert arena is not None
     return arena.statistics()
 
@@ -63,6 +63,6 @@ def side(sockets: pathlib.Path, segments: Callable[[], list[str]]) -> Iterator[S
 @pytest.fixture
 def sender(side: Side) -> Iterator[Sender]:
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2) as sender:
-        sender.prove(side.spec, timeout_s=20)
+        sender.connect(side.spec, timeout_s=20)
         yield sender
         assert settle(lambda: is_empty(sender)), statistics(sender)

@@ -38,7 +38,7 @@ def sides(tmp_path: pathlib.Path, segments: Callable[[], list[str]]) -> Iterator
 def sender(sides: list[Side]) -> Iterator[Sender]:
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2) as sender:
         for side in sides:
-            sender.prove(side.spec, timeout_s=20)
+            sender.connect(side.spec, timeout_s=20)
         yield sender
         assert settle(lambda: is_empty(sender)), statistics(sender)
 
@@ -122,7 +122,7 @@ def test_a_stream_and_a_reservation_for_two(sender: Sender, sides: list[Side]) -
 
 def test_a_stream_that_finds_no_room_waits_once(sides: list[Side]) -> None:
     with Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=2 * MIB, arena_wait_s=0.05) as sender:
-        sender.prove(sides[0].spec, timeout_s=20)
+        sender.connect(sides[0].spec, timeout_s=20)
         held = sender.send(random_bytes(2 * MIB - 4096), worker=sides[0].spec)
         late = sender.send_streaming(random_bytes(MIB), worker=sides[0].spec).data
         assert (held.path, late.path) == ("lease", "segment")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,30 @@ __all__ = ["sender", "side", "sockets"]  # fixtures
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 
+def hold_streams(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Streams that begin from now on are not written until the event is set."""
+    go = threading.Event()
+
+    class Held(ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            def wait_and_call() -> Any:
+                assert go.wait(20)
+                return fn(*args, **kwargs)
+
+            return super().submit(wait_and_call)
+
+    monkeypatch.setattr("mmcopy.send.sender.ThreadPoolExecutor", Held)
+    return go
+
+
+def is_closed(sender: Sender) -> bool:
+    try:
+        sender.send(np.zeros(1, np.uint8))
+    except ClosedError:
+        return True
+    return False
+
+
 def test_a_stream_is_received_while_it_is_written(sender: Sender, side: Side) -> None:
     array = random_bytes(9 * MIB + 5)
     sending = sender.send_streaming(array, worker=side.spec)
@@ -30,7 +55,7 @@ def test_a_stream_is_received_while_it_is_written(sender: Sender, side: Side) ->
 
 def test_without_an_arena_a_stream_is_an_ordinary_send(side: Side, segments: Callable[[], list[str]]) -> None:
     with Sender(TransportConfig(mode="shm", shm_min_bytes=1), arena_bytes=0) as plain:
-        plain.prove(side.spec, timeout_s=20)
+        plain.connect(side.spec, timeout_s=20)
         sending = plain.send_streaming(random_bytes(1000), worker=side.spec)
         assert sending.done()
         assert sending.wait().path == "segment"
@@ -80,7 +105,7 @@ def test_a_reservation_that_is_not_handed_over_is_taken_back_with_its_array_stil
 
 
 def test_a_failed_writer_is_the_receivers_error(sender: Sender, side: Side) -> None:
-    arena = sender._arena.native
+    arena = sender.arena
     assert arena is not None
     (writer,) = arena.take([2 * MIB], [0], timeout_s=1.0)
     handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
@@ -92,22 +117,16 @@ def test_a_failed_writer_is_the_receivers_error(sender: Sender, side: Side) -> N
     del writer
 
 
-def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side) -> None:
+def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make threads that nobody ends."""
     sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=4 * MIB)
-    sender.prove(side.spec, timeout_s=20)
-    go, write = threading.Event(), sender._dispatch.write
-
-    def wait_and_write(*what: Any) -> None:
-        assert go.wait(20)
-        write(*what)
-
-    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    sender.connect(side.spec, timeout_s=20)
+    go = hold_streams(monkeypatch)
     sending = sender.send_streaming(random_bytes(1000), worker=side.spec)
     closing = threading.Thread(target=sender.close)
     closing.start()
     try:
-        assert settle(lambda: sender._writers is None)
+        assert settle(lambda: is_closed(sender))
         with pytest.raises(ClosedError):
             sender.send_streaming(random_bytes(1000), worker=side.spec)
     finally:
@@ -117,15 +136,11 @@ def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side) -> N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mmcopy-send")]
 
 
-def test_a_stream_is_taken_back_while_it_is_written(sender: Sender, side: Side) -> None:
+def test_a_stream_is_taken_back_while_it_is_written(
+    sender: Sender, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by a guard whose call fails at once: the writing goes on, and nobody can claim what is written."""
-    go, write = threading.Event(), sender._dispatch.write
-
-    def wait_and_write(*what: Any) -> None:
-        assert go.wait(20)
-        write(*what)
-
-    sender._dispatch.write = wait_and_write  # type: ignore[method-assign]
+    go = hold_streams(monkeypatch)
     array = random_bytes(100_001)
     sending, claimed = (sender.send_streaming(array, worker=side.spec) for _ in range(2))
     received = side.receiver.receive_async(claimed.data)

@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native, shm_namespace_id
+from mmcopy import (
+    Inline,
+    Metrics,
+    Sender,
+    ShmHandle,
+    TensorData,
+    TransportConfig,
+    WorkerSpec,
+    _native,
+    shm_namespace_id,
+)
 from mmcopy.errors import ConfigError
 from mmcopy.metrics import Counter
-from mmcopy.send.outstanding import Outstanding
+from mmcopy.send.workers import Workers
 
 BIG = np.ones(1 << 16, np.uint8)
 SHM = TransportConfig(mode="shm")
@@ -128,18 +138,18 @@ def test_nothing_more_is_published_for_a_worker_that_has_gone_and_the_rest_comes
         nobodys = name_of(sender.send(BIG))
         (shm_dir / published[0]).unlink()  # consumed
         sender.cancel(TensorData("uint8", BIG.shape, ShmHandle(published[1], 0, BIG.nbytes)))
-        assert sender.worker_gone(gone) == 2
+        assert sender.mark_down(gone) == 2
         assert segments(shm_dir) == sorted([kept, nobodys])
         assert sender.metrics.snapshot()["segments_removed"] == {"cancelled": 1, "worker_gone": 2}
 
         for target in (gone, [gone], sender.route([gone]).pixels):
             assert sender.send(BIG, worker=target).path == "inline"
         assert fallbacks(sender) == {"worker_gone": 3}
-        assert sender.worker_gone("grpc://gone") == 0
+        assert sender.mark_down("grpc://gone") == 0
         assert segments(shm_dir) == sorted([kept, nobodys])
 
-        assert sender.worker_back("grpc://gone")
-        assert not sender.worker_back(gone)
+        assert sender.mark_up("grpc://gone")
+        assert not sender.mark_up(gone)
         again = sender.send(BIG, worker=gone)
         assert again.path == "segment"
         for name in (kept, nobodys, name_of(again)):
@@ -152,13 +162,13 @@ def test_an_encode_worker_that_has_gone_makes_its_requests_inline(shm_dir: pathl
         pixels = sender.route(list(workers.values())).pixels
         first = sender.send(BIG, worker=pixels.to(workers["encode1"]))
         second = sender.send(BIG, worker=pixels.to(workers["encode2"]))
-        assert sender.worker_gone(workers["encode1"]) == 1
+        assert sender.mark_down(workers["encode1"]) == 1
         assert segments(shm_dir) == [name_of(second)]
         assert not (shm_dir / name_of(first)).exists()
         assert sender.send(BIG, worker=pixels).path == "inline"  # who gets it is open
         other = sender.send(BIG, worker=pixels.to(workers["encode2"]))
         assert other.path == "segment"
-        assert sender.worker_gone(workers["encode2"]) == 2
+        assert sender.mark_down(workers["encode2"]) == 2
 
 
 def test_a_segment_that_was_being_written_while_its_worker_went_is_taken_back(
@@ -171,10 +181,10 @@ def test_a_segment_that_was_being_written_while_its_worker_went_is_taken_back(
         def write_and_lose(*args: Any, **options: Any) -> int:
             written = real(*args, **options)
             assert len(segments(shm_dir)) == 1
-            assert sender.worker_gone(worker) == 0  # it is not noted yet
+            assert sender.mark_down(worker) == 0  # it is not noted yet
             return written
 
-        monkeypatch.setattr("mmcopy.send.publishing.write_segment", write_and_lose)
+        monkeypatch.setattr("mmcopy.send.segments.write_segment", write_and_lose)
         data = sender.send(BIG, worker=worker)
         assert isinstance(data.payload, Inline)
         assert bytes(data.payload.data) == BIG.tobytes()
@@ -187,21 +197,31 @@ def test_a_segment_that_was_being_written_while_its_worker_went_is_taken_back(
         }
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    there: set[str] = set()
-    outstanding = Outstanding(lambda name: name in there, max_names=100, max_workers=3)
+def test_what_is_remembered_is_bounded(shm_dir: pathlib.Path) -> None:
+    workers = Workers(
+        str(shm_dir), probe_max_age_s=30, metrics=Metrics(), unlink=lambda _: None, max_names=100, max_down=3
+    )
+    both = [WorkerSpec("w0"), WorkerSpec("w1")]
     for n in range(1000):
-        there = {f"s{n - 1}", f"s{n}"}  # the others were consumed
-        assert outstanding.add(f"w{n % 2}", f"s{n}")
-        assert len(outstanding) <= 101
-    assert set(outstanding.take("w0") + outstanding.take("w1")) >= there
+        (shm_dir / f"s{n}").touch()
+        if n > 1:
+            (shm_dir / f"s{n - 2}").unlink()  # consumed
+        assert workers.note(both[n % 2], [f"s{n}"])
+        assert workers.num_in_flight <= 101
+    found = workers.mark_down("w0") + workers.mark_down("w1")
+    assert set(found) >= {"s998", "s999"}
+    assert len(found) <= 101
+    for url in ("w0", "w1"):
+        workers.mark_up(url)
     for n in range(1000):
-        there.add(f"t{n}")  # nobody consumes
-        outstanding.add("w", f"t{n}")
-        assert len(outstanding) <= 101
-    newest = [f"t{n}" for n in range(1000 - len(outstanding), 1000)]
-    assert outstanding.lose("w") == newest
+        (shm_dir / f"t{n}").touch()  # never consumed
+        workers.note(WorkerSpec("w"), [f"t{n}"])
+        assert workers.num_in_flight <= 101
+    newest = [f"t{n}" for n in range(1000 - workers.num_in_flight, 1000)]
+    assert workers.mark_down("w") == newest
     assert len(newest) >= 50
     for n in range(5):
-        outstanding.lose(f"gone{n}")
-    assert [outstanding.is_gone(f"gone{n}") for n in range(5)] == [False, False, True, True, True]
+        workers.mark_down(f"down{n}")
+    assert [workers.note(WorkerSpec(f"down{n}"), ["x"]) for n in range(5)] == [True, True, False, False, False]
+    for path in shm_dir.iterdir():
+        path.unlink()

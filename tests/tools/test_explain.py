@@ -134,7 +134,7 @@ def test_each_value_comes_with_its_source(
         "mode_source": auto,
         "shm_min_bytes": 100_000,
         "shm_min_bytes_source": "SMG_MM_SHM_MIN_BYTES",
-        "proof_max_age_s": 30,
+        "probe_max_age_s": 30,
     }
     encode, prefill, decode = seen["workers"]
     assert (encode["engine"], prefill["engine"], encode["role"]) == ("tokenspeed", "vllm", "encode")

@@ -12,7 +12,7 @@ import torch
 
 import mmcopy
 from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, TransportMode, WorkerSpec
-from mmcopy.send.route import Route
+from mmcopy.send.routing import Route
 
 
 def every_kind_of_array(sender: Sender, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
@@ -67,8 +67,8 @@ def policy(sender: Sender, workers: list[WorkerSpec]) -> None:
     sender.send(b"a", worker=route.side_tensors)
     sender.send(b"a", worker=workers)
     sender.send(b"a", worker=["grpc://127.0.0.1:9000"])  # type: ignore[list-item]
-    assert_type(sender.worker_gone("grpc://127.0.0.1:9000"), int)
-    assert_type(sender.worker_back(workers[0]), bool)
+    assert_type(sender.mark_down("grpc://127.0.0.1:9000"), int)
+    assert_type(sender.mark_up(workers[0]), bool)
     assert_type(mmcopy.config.wire_dtype("image", worker=workers[0], environ={}).dtype, str)
     assert_type(mmcopy.config.load_config("router.yaml").workers, tuple[WorkerSpec, ...])
 

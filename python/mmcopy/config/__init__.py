@@ -14,18 +14,21 @@ from .numbers import LONGEST_S, parse_count, parse_min_bytes, parse_seconds, par
 from .own_variables import OWN_NAMES, read_own_variables
 from .router import RouterConfig, transport_from_dict, worker_from_dict
 from .smg_variables import MODALITIES, SMG_NAMES
-from .transport import DEFAULT_PROOF_MAX_AGE_S, DEFAULT_SHM_MIN_BYTES, ResolvedTransport, TransportConfig
-from .worker import ENGINES, Role, WorkerSpec
+from .transport import DEFAULT_PROBE_MAX_AGE_S, DEFAULT_SHM_MIN_BYTES, ResolvedTransport, TransportConfig
+from .worker import ENDPOINT_LABEL, ENGINES, NAMESPACE_LABEL, UID_LABEL, Role, WorkerSpec
 from .yaml_file import load_config
 
 __all__ = [
-    "DEFAULT_PROOF_MAX_AGE_S",
+    "DEFAULT_PROBE_MAX_AGE_S",
     "DEFAULT_SHM_MIN_BYTES",
+    "ENDPOINT_LABEL",
     "ENGINES",
     "LONGEST_S",
     "MODALITIES",
+    "NAMESPACE_LABEL",
     "OWN_NAMES",
     "SMG_NAMES",
+    "UID_LABEL",
     "Environment",
     "ResolvedDtype",
     "ResolvedTransport",

@@ -15,8 +15,8 @@ __all__ = ["OWN_NAMES", "OwnVariables", "read_own_variables"]
 PREFIX = "MMCOPY_"
 CONFIG = "MMCOPY_CONFIG"
 NUM_THREADS = "MMCOPY_NUM_THREADS"
-PROOF_MAX_AGE_S = "MMCOPY_PROOF_MAX_AGE_S"
-OWN_NAMES = (CONFIG, NUM_THREADS, PROOF_MAX_AGE_S)
+PROBE_MAX_AGE_S = "MMCOPY_PROBE_MAX_AGE_S"
+OWN_NAMES = (CONFIG, NUM_THREADS, PROBE_MAX_AGE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class OwnVariables:
     """The file that the command line reads when none is named."""
     num_threads: int | None = None
     """Copy threads of senders and receivers that were not given a number."""
-    proof_max_age_s: float | None = None
+    probe_max_age_s: float | None = None
     """How long a proof of sharing counts; the router's config goes first."""
 
 
@@ -39,9 +39,9 @@ def read_own_variables(environ: Mapping[str, str]) -> OwnVariables:
     config = environ.get(CONFIG)
     if config is not None and not config.strip():
         raise ConfigError(f"environment: {CONFIG} is {config!r}, want a file's name")
-    threads, age = environ.get(NUM_THREADS), environ.get(PROOF_MAX_AGE_S)
+    threads, age = environ.get(NUM_THREADS), environ.get(PROBE_MAX_AGE_S)
     return OwnVariables(
         config=config,
         num_threads=None if threads is None else parse_count(threads, setting=f"environment: {NUM_THREADS}"),
-        proof_max_age_s=None if age is None else parse_seconds(age, setting=f"environment: {PROOF_MAX_AGE_S}"),
+        probe_max_age_s=None if age is None else parse_seconds(age, setting=f"environment: {PROBE_MAX_AGE_S}"),
     )

@@ -100,7 +100,7 @@ def _url(value: Any, *, setting: str) -> str:
 _TRANSPORT = {
     "mode": Field(parse_mode, MODE_ALIASES),
     "shm_min_bytes": Field(parse_min_bytes, MIN_BYTES_ALIASES),
-    "proof_max_age_s": Field(parse_seconds),
+    "probe_max_age_s": Field(parse_seconds),
     "origins": Field(_labels),
 }
 _WORKER = {

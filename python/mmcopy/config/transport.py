@@ -14,10 +14,10 @@ from .mode import TransportMode, parse_mode
 from .numbers import parse_min_bytes, parse_seconds
 from .worker import WorkerSpec, parse_labels
 
-__all__ = ["DEFAULT_PROOF_MAX_AGE_S", "DEFAULT_SHM_MIN_BYTES", "ResolvedTransport", "TransportConfig"]
+__all__ = ["DEFAULT_PROBE_MAX_AGE_S", "DEFAULT_SHM_MIN_BYTES", "ResolvedTransport", "TransportConfig"]
 
 DEFAULT_SHM_MIN_BYTES = 65536
-DEFAULT_PROOF_MAX_AGE_S = 30.0
+DEFAULT_PROBE_MAX_AGE_S = 30.0
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class ResolvedTransport:
 class TransportConfig:
     """What the router was given, in Python, in a file or on the command line; ``None`` means not set.
 
-    ``mode`` and ``shm_min_bytes`` (bytes, or text such as ``"64KiB"``) are SMG's settings. ``proof_max_age_s``: how
+    ``mode`` and ``shm_min_bytes`` (bytes, or text such as ``"64KiB"``) are SMG's settings. ``probe_max_age_s``: how
     long a proof that a worker can read our segments counts. ``origins``: the places where the fields were set, for
     :class:`ResolvedTransport`; it takes no part in comparisons. Raises :class:`ConfigError` that names the
     field.
@@ -53,7 +53,7 @@ class TransportConfig:
 
     mode: TransportMode | str | None = None
     shm_min_bytes: int | str | None = None
-    proof_max_age_s: float | None = None
+    probe_max_age_s: float | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,13 +62,13 @@ class TransportConfig:
         if self.shm_min_bytes is not None:
             parsed = parse_min_bytes(self.shm_min_bytes, setting="TransportConfig.shm_min_bytes")
             object.__setattr__(self, "shm_min_bytes", parsed)
-        if self.proof_max_age_s is not None:
-            parse_seconds(self.proof_max_age_s, setting="TransportConfig.proof_max_age_s")
+        if self.probe_max_age_s is not None:
+            parse_seconds(self.probe_max_age_s, setting="TransportConfig.probe_max_age_s")
         object.__setattr__(self, "origins", parse_labels(self.origins, setting="TransportConfig.origins"))
 
     def over(self, base: TransportConfig) -> TransportConfig:
         """These settings, and those of ``base`` where nothing is set here: a command line over a file."""
-        fields = ("mode", "shm_min_bytes", "proof_max_age_s")
+        fields = ("mode", "shm_min_bytes", "probe_max_age_s")
         own = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
         kept = {name: place for name, place in base.origins.items() if name not in own}
         return replace(base, **own, origins={**kept, **self.origins})
@@ -102,12 +102,12 @@ class TransportConfig:
             TransportMode(mode), mode_source, int(min_bytes), min_bytes_source, warnings=smg.warnings
         )
 
-    def proof_max_age_in(self, environment: Environment) -> float:
-        """Seconds a proof of sharing counts: this config's, else ``MMCOPY_PROOF_MAX_AGE_S``, else 30."""
+    def probe_max_age_in(self, environment: Environment) -> float:
+        """Seconds a proof of sharing counts: this config's, else ``MMCOPY_PROBE_MAX_AGE_S``, else 30."""
         age, _ = _first(
-            ("config", self.proof_max_age_s),
-            ("MMCOPY_PROOF_MAX_AGE_S", environment.own.proof_max_age_s),
-            ("default", DEFAULT_PROOF_MAX_AGE_S),
+            ("config", self.probe_max_age_s),
+            ("MMCOPY_PROBE_MAX_AGE_S", environment.own.probe_max_age_s),
+            ("default", DEFAULT_PROBE_MAX_AGE_S),
         )
         return age
 

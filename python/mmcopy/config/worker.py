@@ -12,7 +12,24 @@ from .mode import TransportMode, parse_mode
 from .nearest import wanted
 from .numbers import parse_min_bytes
 
-__all__ = ["ENGINES", "Role", "WorkerSpec", "parse_engine", "parse_labels", "parse_role"]
+__all__ = [
+    "ENDPOINT_LABEL",
+    "ENGINES",
+    "NAMESPACE_LABEL",
+    "UID_LABEL",
+    "Role",
+    "WorkerSpec",
+    "parse_engine",
+    "parse_labels",
+    "parse_role",
+]
+
+NAMESPACE_LABEL = "shm_namespace_id"
+"""Which shared memory the worker has: :func:`mmcopy.shm_namespace_id` there."""
+UID_LABEL = "shm_uid"
+"""The user id of the process that reads the segments."""
+ENDPOINT_LABEL = "mmcopy_endpoint"
+"""The path of an mmcopy worker's socket."""
 
 ENGINES = ("tokenspeed", "vllm")
 """Engines whose messages have a place for shared memory."""

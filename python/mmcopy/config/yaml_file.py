@@ -33,7 +33,7 @@ def load_config(
 
         multimodal_tensor_transport: auto
         multimodal_shm_min_bytes: 64KiB
-        proof_max_age_s: 30
+        probe_max_age_s: 30
         workers:
           - url: grpc://10.0.0.1:9000
             role: encode

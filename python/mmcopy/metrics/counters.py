@@ -34,8 +34,8 @@ class Counter(enum.StrEnum):
     SEGMENTS_REMOVED = "segments_removed"
     """By why: received, released (removed without being delivered), cancelled (taken back by the sender), worker_gone
     (taken back because its worker has gone), swept."""
-    PROOFS = "proofs"
-    """By outcome: how often a worker was asked whether it can read our segments: ok, failed, gone."""
+    PROBES = "proofs"
+    """By outcome: how often a worker was probed, whether it can read our segments: ok, failed, gone."""
     REMOVE_FAILURES = "remove_failures"
     """By exception class: segments that were ours to remove and could not be."""
     ARENA_HAND_OVERS = "arena_hand_overs"

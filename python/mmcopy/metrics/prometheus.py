@@ -38,7 +38,7 @@ _LABELS = {
     Counter.RECEIVE_FAILURES: "error",
     Counter.REMOVE_FAILURES: "error",
     Counter.SEGMENTS_REMOVED: "why",
-    Counter.PROOFS: "outcome",
+    Counter.PROBES: "outcome",
     Counter.ARENA_HAND_OVERS: "outcome",
     Counter.LEASE_FALLBACKS: "reason",
     Counter.LEASES_RELEASED: "why",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, TransportConfig, WorkerSpec
 from mmcopy.errors import MmcopyError
 from mmcopy.receive.receiver import Receiver
-from mmcopy.send.policy import ENDPOINT_LABEL
 from mmcopy.send.sender import Sender
 
 __all__ = ["warm_collectives", "warm_receiver"]
@@ -48,7 +47,7 @@ def _warm_leases(receiver: Receiver, socket: str, arrays: list[Any]) -> None:
     worker = WorkerSpec("grpc://prewarm.invalid", labels={ENDPOINT_LABEL: socket})
     with Sender(TransportConfig(mode="auto", shm_min_bytes=0), arena_bytes=_ARENA_BYTES) as sender:
         with contextlib.suppress(MmcopyError):
-            sender.prove(worker, timeout_s=_PROOF_LIMIT_S)
+            sender.connect(worker, timeout_s=_PROOF_LIMIT_S)
         together = sender.send_many(arrays, worker=worker)
         with sender.guard(*together):
             receiver.receive(together)

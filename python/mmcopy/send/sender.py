@@ -1,6 +1,7 @@
-"""The sending side: an array becomes a :class:`TensorData` whose bytes are in the message, a segment or a lease.
+"""The sending side: an array becomes a :class:`TensorData` whose bytes are in a lease, a segment or the message.
 
-No call here touches CUDA, and torch is not imported.
+One loop serves every way to send: look at the workers once, decide per tensor (routing.py), take the leases of all
+tensors together, write the rest as segments or inline, count. No call here touches CUDA, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,33 +15,40 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from mmcopy._native import LeaseWriter
-from mmcopy.arrays import FlatArray, numpy_dtype
+from mmcopy._native import CASTS, Arena, LeaseWriter, cast_into, write_leases
+from mmcopy.arrays import FlatArray, flatten, numpy_dtype
 from mmcopy.config import (
+    ResolvedTransport,
     TransportConfig,
+    TransportMode,
     WorkerSpec,
     default_num_threads,
     parse_count,
     parse_seconds,
     read_environment,
 )
-from mmcopy.errors import ArrayTypeError, MmcopyError
+from mmcopy.errors import (
+    ArenaConsumerError,
+    ArenaFullError,
+    ArrayTypeError,
+    CastError,
+    ClosedError,
+    ConfigError,
+    InlineTooLargeError,
+    MmcopyError,
+)
+from mmcopy.fanout import names_of
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.tensors import TensorData, nbytes_of, shape_of
+from mmcopy.tensors import Inline, ShmHandle, TensorData, itemsize_of, nbytes_of, shape_of
 
-from .arena import DEFAULT_ARENA_BYTES, SenderArena
-from .delivery import Choice, Delivery, Sharing
-from .dispatch import Dispatch, handle_of
-from .outgoing import Reservation, StreamingSend
-from .parcel import Parcel, dtype_of, parcel_of
-from .policy import ENDPOINT_LABEL, Policy, Target
-from .proof import Prover
-from .publishing import Publisher
-from .route import Route
+from .leases import DEFAULT_ARENA_BYTES, Reservation, SenderArena, StreamingSend
+from .routing import Decision, Delivery, Reason, Route, Snapshot, decide, deliver, plan_route
+from .segments import SegmentWriter
+from .workers import Connection, Workers
 
 __all__ = ["Sender"]
 
@@ -49,33 +57,51 @@ _log = logging.getLogger(__name__)
 _live: weakref.WeakSet[Sender] = weakref.WeakSet()
 _fork_hook = threading.Lock()  # held for ever once the hook is registered
 
+_MAX_DELIVERIES = 256
+
 Key = TypeVar("Key", bound=Hashable)
+Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
+"""Who a tensor is for: one worker, several that all read it, a delivery of a route, or no worker in particular."""
+
+_NO_SNAPSHOT = Snapshot()
+_DECIDED = frozenset({Reason.MODE, Reason.RECEIVERS_DISAGREE, Reason.NO_WORKER})
+"""Reasons that hold whatever is known of the workers."""
+
+
+class _Outgoing(NamedTuple):
+    """An array to send."""
+
+    flat: FlatArray
+    dtype: str
+    """What it is cast to on the way."""
+    nbytes: int
+    """After the cast."""
 
 
 class Sender:
     """Publishes arrays for workers.
 
-    A tensor goes through a segment (one new file in ``shm_dir``, mode 0600) when the transport says so and it has at
-    least ``shm_min_bytes``; otherwise, and whenever the write fails, inside the message. A failed write is counted
-    by reason in ``metrics`` and never raised, and so is every other fallback. Empty tensors are always inline.
+    A tensor of ``shm_min_bytes`` or more goes by shared memory where its settings and workers allow it: as a lease in
+    this sender's arena where the worker has that, otherwise as a segment (one new file in ``shm_dir``, mode 0600). All
+    else, and every tensor whose segment cannot be written, goes inside the message; each such fallback is counted by
+    reason in ``metrics`` and never raised. Empty tensors are always inline.
 
-    ``config`` is what the router was given; SMG's and mmcopy's variables are read from ``environ`` (None: that of the
-    process) here and never again.
-
-    A segment belongs to the sender until its message is handed over, then to the worker, who removes it. When the
-    request cannot be handed over, :meth:`cancel` takes the tensors back; :meth:`guard` does so by itself.
-    :meth:`close` leaves handed-over segments alone. If this process is killed, the next sender on the host removes
-    what it left. When a worker has gone, :meth:`worker_gone` takes back what was published for it.
-
-    A worker on this host that advertises ``mmcopy_endpoint`` is handed this sender's arena: ``arena_bytes`` of memory,
-    made when the first such worker connects (0: none). Its tensors are leases then, written into memory that the worker
-    has mapped and its GPU reads in place. While the arena is full a send waits ``arena_wait_s`` at most, and the tensor
-    goes by a segment.
-
-    ``inline_max_bytes`` bounds a tensor inside the message (gRPC's own default for a whole message is 4 MiB); None
-    sets no bound. ``num_threads`` copy threads are used for large tensors (None: one a core, 8 at most).
+    A tensor belongs to the sender until its message is handed over, then to the worker. When the request cannot be
+    handed over, :meth:`cancel` takes the tensors back; :meth:`guard` does so by itself. :meth:`close` leaves
+    handed-over segments alone. If this process is killed, the next sender on the host unlinks what it left.
 
     Methods may be called from several threads. After ``fork`` the child's copy is closed and owns nothing.
+
+    Args:
+        config: What the router was given. SMG's and mmcopy's variables are read here, and never again.
+        shm_dir: Where segments are written.
+        num_threads: Copy threads for large tensors; None: one per core, 8 at most.
+        inline_max_bytes: Bound of a tensor inside the message (gRPC's own default for a whole message is 4 MiB); None
+            sets none.
+        metrics: Counters; several senders and receivers may share one object.
+        environ: The environment to read; None: that of the process.
+        arena_bytes: Size of the arena, made when the first worker with a socket connects; 0: none.
+        arena_wait_s: How long a send waits for room in a full arena before the tensor goes by a segment.
     """
 
     def __init__(
@@ -92,80 +118,89 @@ class Sender:
     ) -> None:
         self.config = config or TransportConfig()
         self.metrics = metrics or Metrics()
-        self._shm_dir = os.fspath(shm_dir)
-        environment = read_environment(environ)
+        directory = os.fspath(shm_dir)
+        self._environment = read_environment(environ)
         if num_threads is None:
-            num_threads = default_num_threads(environment)
+            num_threads = default_num_threads(self._environment)
         self._num_threads = parse_count(num_threads, setting="Sender.num_threads")
         if inline_max_bytes is not None:
             inline_max_bytes = parse_count(inline_max_bytes, setting="Sender.inline_max_bytes", least=0)
+        self._inline_max_bytes = inline_max_bytes
         arena_bytes = parse_count(arena_bytes, setting="Sender.arena_bytes", least=0)
         if arena_wait_s != 0:  # which is not to wait
             arena_wait_s = parse_seconds(arena_wait_s, setting="Sender.arena_wait_s")
-        self._publisher = Publisher(
-            self._shm_dir, num_threads=self._num_threads, inline_max_bytes=inline_max_bytes, metrics=self.metrics
-        )
-        self._arena = SenderArena(arena_bytes, num_threads=self._num_threads, wait_s=arena_wait_s, metrics=self.metrics)
-        self._writers: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-        self._prover = Prover(
-            self._shm_dir,
-            max_age_s=self.config.proof_max_age_in(environment),
+        self._arena_wait_s = arena_wait_s
+        self._segments = SegmentWriter(directory, num_threads=self._num_threads, metrics=self.metrics)
+        self._arena = SenderArena(arena_bytes, num_threads=self._num_threads, metrics=self.metrics)
+        self._workers = Workers(
+            directory,
+            probe_max_age_s=self.config.probe_max_age_in(self._environment),
             metrics=self.metrics,
-            on_gone=self._socket_closed,
+            unlink=self._segments.unlink,
             hand_over=self._arena.hand_over,
         )
-        self._policy = Policy(
-            self.config,
-            environment,
-            shm_dir=self._shm_dir,
-            outstanding=self._publisher.outstanding,
-            proofs=self._prover,
-        )
-        self._dispatch = Dispatch(
-            self._publisher, self._arena, self._policy, num_threads=self._num_threads, metrics=self.metrics
-        )
-        weakref.finalize(self, self._prover.close)
+        self._no_worker = deliver((), self._resolve)
+        self._deliveries: dict[int, Delivery] = {}  # by the spec's id, which the delivery keeps from being another's
+        self._lock = threading.Lock()
+        self._stream_threads: ThreadPoolExecutor | None = None
+        weakref.finalize(self, self._workers.close)
         _live.add(self)
         if _fork_hook.acquire(blocking=False):
             os.register_at_fork(after_in_child=_disown_all)
 
-    def route(self, workers: Sequence[WorkerSpec]) -> Route:
-        """Who of ``workers``, which serve one request, gets what, and by which way; see :class:`mmcopy.config.Route`.
+    def connect(self, worker: WorkerSpec, *, timeout_s: float = 1.0) -> Connection:
+        """Find out now what ``worker`` shares with this sender, and hand the arena over.
 
-        Pass its decisions on to :meth:`send`: ``worker=route.pixels.to(encoder)``, ``worker=route.side_tensors``. They
-        are for one request: what a worker proves, or that it goes, changes the next one.
-        Raises :class:`ConfigError` for a set of roles that serves no request.
+        Without it the first :meth:`send` asks, waits a quarter of a second at most under ``auto``, and goes by a
+        segment at best. A worker with the label ``mmcopy_endpoint`` is probed over its socket, again if it was before;
+        of others the labels say whether they share memory.
+
+        Returns:
+            Whether the worker reads segments and has the arena, and in words why not.
+
+        Raises:
+            ClosedError: the sender is closed.
+
+        Blocking: for the answer and the hand-over, ``timeout_s`` at most.
         """
-        return self._policy.route(workers)
+        self._check_open()
+        return self._workers.connect(worker, timeout_s=timeout_s)
 
-    def delivery(self, worker: Target) -> Delivery:
-        """What :meth:`send` decides for ``worker``, whatever the size: mode, threshold, sources, and why inline."""
-        return self._policy.delivery(worker)
+    def route(self, workers: Sequence[WorkerSpec]) -> Route:
+        """Which of ``workers``, which serve one request together, gets what, and by which settings.
 
-    def choose(self, worker: Target, nbytes: int) -> Choice:
-        """Which way :meth:`send` would take with ``nbytes`` bytes for ``worker``, and why."""
-        return self._policy.choose(self._policy.delivery(worker), nbytes)
+        Pass its deliveries on to :meth:`send`: ``worker=route.pixels.to(encoder)``, ``worker=route.side_tensors``. They
+        are for one request: a worker that answers, or goes down, changes the next one.
+
+        Raises:
+            ConfigError: a set of roles that serves no request.
+        """
+        return plan_route(workers, self._resolve, self._workers.sharing)
 
     def send(self, array: object, *, dtype: str | None = None, worker: Target = None, consumers: int = 1) -> TensorData:
         """Publish ``array`` for ``worker`` and return what goes into its message.
 
-        ``worker``: one, several that all read this very tensor, or a decision of :meth:`route`.
+        Args:
+            array: numpy, a torch CPU tensor, DLPack or the buffer protocol, any strides; it arrives C-contiguous in
+                its shape, 0-d and empty included.
+            dtype: Casts on the way (the pairs in ``mmcopy.tensors.CASTS``); None keeps the array's own.
+            worker: One worker, several that all read this very tensor, or a delivery of :meth:`route`.
+            consumers: How many receivers read it, each in its own time. A lease serves all of ``worker``'s by one
+                handle; where fewer than ``consumers`` have the arena it is a segment. A segment gets a name for each:
+                number ``n`` receives ``mmcopy.fanout.for_consumer(data, n)``. A group of ranks that receives together
+                is one consumer of a segment.
 
-        ``consumers``: how many receivers read it, each in its own time and on its own. A lease serves all of
-        ``worker``'s by one handle; where fewer than ``consumers`` have the arena it is a segment. A segment gets a name
-        for each: number ``n`` receives ``mmcopy.fanout.for_consumer(data, n)``. A group of ranks that receives together
-        is one consumer of a segment.
+        Raises:
+            ArrayTypeError, UnknownDtypeError, CastError: an array or cast that cannot be sent.
+            InlineTooLargeError: the tensor has to go inline, and exceeds ``inline_max_bytes``.
+            ConfigError: ``worker`` or ``consumers`` is invalid.
+            ClosedError: the sender is closed.
 
-        ``array``: numpy, a torch CPU tensor, DLPack or the buffer protocol, any strides; it arrives C-contiguous in
-        its shape, 0-d and empty included. ``dtype`` casts on the way (the pairs in ``mmcopy.tensors.CASTS``). Blocks
-        until all bytes are copied: the source may be reused at once.
-
-        Raises :class:`ArrayTypeError`, :class:`UnknownDtypeError`, :class:`CastError`,
-        :class:`InlineTooLargeError`, :class:`ClosedError`, :class:`ConfigError` (``worker`` is none).
+        Blocking: until all bytes are copied; the source may be reused at once. While the arena is full,
+        ``arena_wait_s`` more at most.
         """
-        delivery, consumers = self._delivery(worker, consumers, "send")
-        return self._dispatch.send(parcel_of(array, dtype), delivery, consumers=consumers)
+        delivery, consumers = self._target(worker, consumers, "send")
+        return self._send([_outgoing(array, dtype)], delivery, consumers)[0]
 
     @overload
     def send_many(
@@ -190,83 +225,80 @@ class Sender:
 
         Leases lie side by side, so that one copy brings them to each GPU. ``dtype``: one for all, or in the form of
         ``arrays``; what a mapping leaves out keeps its dtype. ``consumers`` as in :meth:`send`, the same for all. When
-        one cannot be sent, none is: those sent before are taken back. Blocks and raises as :meth:`send`.
+        one tensor cannot be sent, none is: those published before are cancelled. Blocks and raises as :meth:`send`.
         """
-        delivery, consumers = self._delivery(worker, consumers, "send_many")
+        delivery, consumers = self._target(worker, consumers, "send_many")
         if not hasattr(arrays, "__len__") or not hasattr(arrays, "__getitem__"):
             raise ArrayTypeError(f"arrays is {type(arrays).__name__}, want a mapping or a sequence of arrays")
         keys = list(arrays) if isinstance(arrays, Mapping) else list(range(len(arrays)))
-        parcels = [parcel_of(arrays[key], dtype_of(dtype, key)) for key in keys]
-        sent = self._dispatch.send_all(parcels, delivery, consumers=consumers)
+        tensors = [_outgoing(arrays[key], _dtype_of(dtype, key)) for key in keys]
+        sent = self._send(tensors, delivery, consumers)
         return dict(zip(keys, sent, strict=True)) if isinstance(arrays, Mapping) else sent
 
     def send_streaming(
         self, array: object, *, dtype: str | None = None, worker: Target = None, consumers: int = 1
     ) -> StreamingSend:
-        """:meth:`send`, but as a lease it returns at once and is written meanwhile by a thread of this sender.
+        """:meth:`send`, but a lease is returned at once and written meanwhile by a thread of this sender.
 
         Send ``.data`` on: every consumer follows the writing. ``array`` must stay as it is until ``.wait()`` has
         returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
         """
-        delivery, consumers = self._delivery(worker, consumers, "send_streaming")
-        parcel = parcel_of(array, dtype)
-        may_lease = self._policy.choose(delivery, parcel.nbytes).path == "lease"
-        if may_lease:
-            writers = self._dispatch.lease([parcel.nbytes], delivery, consumers=consumers)
-            if writers is not None:
-                data = self._dispatch.sent(parcel, handle_of(writers[0]), delivery)
-                return StreamingSend(data, self._write_later(writers[0], parcel))
-        # What found no room does not wait for it again.
-        data = self._dispatch.send(parcel, delivery, consumers=consumers, may_lease=not may_lease)
-        return StreamingSend(data, None)
+        delivery, consumers = self._target(worker, consumers, "send_streaming")
+        tensor = _outgoing(array, dtype)
+        writer, may_lease = self._lease_one(delivery, tensor.nbytes, consumers)
+        if writer is not None:
+            (data,) = self._described([tensor], [_handle_of(writer)], delivery)
+            return StreamingSend(data, self._write_later(writer, tensor))
+        return StreamingSend(self._send([tensor], delivery, consumers, may_lease=may_lease)[0], None)
 
     def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None, consumers: int = 1) -> Reservation:
         """Memory for a tensor, to write into: where it is a lease, the receivers' GPUs read what is written there.
 
         ``.array`` is a numpy array (bfloat16 and float8 as ml_dtypes' types, or as unsigned integers of the same width
         without that package). ``.commit()`` returns what goes into the message; a reservation that is dropped is given
-        back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. ``consumers`` as
-        there. Blocks while the arena is full, ``arena_wait_s`` at most. Raises as :meth:`send`, and
-        :class:`PayloadError` for what is no shape.
+        back. Where there is no lease it is ordinary memory, sent by ``commit`` as by :meth:`send`. Raises as
+        :meth:`send`, and PayloadError for an invalid shape.
+
+        Blocking: while the arena is full, ``arena_wait_s`` at most.
         """
-        delivery, consumers = self._delivery(worker, consumers, "reserve")
+        delivery, consumers = self._target(worker, consumers, "reserve")
         shape = shape_of(shape)
         nbytes = nbytes_of(dtype, shape)
-        writers = None
-        if self._policy.choose(delivery, nbytes).path == "lease":
-            writers = self._dispatch.lease([nbytes], delivery, consumers=consumers)
-        if writers is None:
+        writer, may_lease = self._lease_one(delivery, nbytes, consumers)
+        if writer is None:
             memory = np.empty(shape, numpy_dtype(dtype))
-            bytes_of = memory.reshape(-1).view(np.uint8)
+            tensor = _Outgoing(FlatArray(dtype, shape, memory.reshape(-1).view(np.uint8)), dtype, nbytes)
 
             def send() -> TensorData:
-                self._publisher.check_open()
-                parcel = Parcel(FlatArray(dtype, shape, bytes_of), dtype, nbytes)
-                return self._dispatch.send(parcel, delivery, consumers=consumers)
+                self._check_open()
+                return self._send([tensor], delivery, consumers, may_lease=may_lease)[0]
 
             return Reservation(memory, send, lambda: None)
-        (writer,) = writers
         array = np.frombuffer(writer, numpy_dtype(dtype), math.prod(shape)).reshape(shape)
+        described = _Outgoing(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
 
         def commit() -> TensorData:
             writer.commit()
-            parcel = Parcel(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
-            return self._dispatch.sent(parcel, handle_of(writer), delivery)
+            return self._described([described], [_handle_of(writer)], delivery)[0]
 
         return Reservation(array, commit, writer.abort)
 
     def cancel(self, data: TensorData) -> bool:
-        """Take ``data`` back: its segment is removed, its lease can be claimed no more. True when it was still there.
+        """Take ``data`` back: its segment is unlinked, its lease can no longer be claimed.
 
         For a message that was not handed over. Harmless for inline data, and for what is gone already.
+
+        Returns:
+            Whether it was still there.
         """
-        return self._dispatch.cancel(data)
+        handle = data.payload
+        return isinstance(handle, ShmHandle) and self._cancel(handle)
 
     @contextlib.contextmanager
     def guard(self, *data: TensorData) -> Iterator[None]:
         """Cancel ``data`` if the block raises (cancellation included); the original exception goes on.
 
-        Leaving the block without an exception is the hand-over: from then on the segments are the worker's.
+        Leaving the block without an exception is the hand-over: from then on the tensors are the worker's.
         """
         try:
             yield
@@ -276,61 +308,51 @@ class Sender:
                     self.cancel(item)
                 except MmcopyError as error:  # must not hide the caller's exception
                     self.metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
-                    _log.warning("could not take back a segment: %s", error)
+                    _log.warning("could not cancel a tensor: %s", error)
             raise
 
-    def worker_gone(self, worker: WorkerSpec | str) -> int:
-        """Publish nothing more for ``worker`` (or its url) by shared memory, and take back what it has not consumed.
+    def mark_down(self, worker: WorkerSpec | str) -> int:
+        """Publish nothing more for ``worker`` (or its url) by shared memory, and unlink its segments in flight.
 
-        For a caller that finds out: a failed health check, a call that ends with UNAVAILABLE. Tensors for it go inline
-        from now on, until :meth:`worker_back`. Returns how many segments were removed. What was published for several
-        workers to choose from (``route.pixels`` without ``to``) is not known to be this one's, and is left alone; so is
-        what is older than the last thousand segments. Blocks for the removals only.
+        For a caller that finds out: a failed health check, a call that ends with UNAVAILABLE. A worker with a socket
+        needs no report, its connection ends. Tensors for it go inline from now on, until :meth:`mark_up`. What was
+        published for several workers to choose from (``route.pixels`` without ``to``) is left alone, because it may be
+        another's; so is what is older than the last thousand segments.
+
+        Returns:
+            How many segments were unlinked.
+
+        Blocking: for the unlinking only.
         """
-        url = worker.url if isinstance(worker, WorkerSpec) else worker
-        return self._publisher.take_back(self._publisher.outstanding.lose(url))
+        return self._segments.unlink(self._workers.mark_down(_url_of(worker)))
 
-    def worker_back(self, worker: WorkerSpec | str) -> bool:
-        """Use shared memory for ``worker`` (or its url) again; True when it was gone before."""
-        return self._publisher.outstanding.find(worker.url if isinstance(worker, WorkerSpec) else worker)
-
-    def prove(self, worker: WorkerSpec, *, timeout_s: float = 1.0) -> Sharing:
-        """Find out now whether ``worker`` can read our segments, and block for the answer, ``timeout_s`` at most.
-
-        Without it the first :meth:`send` under ``auto`` finds out, and waits a quarter of a second at most. A worker
-        with the label ``mmcopy_endpoint`` is asked; of others the labels tell. Raises :class:`ClosedError`.
-        """
-        self._publisher.check_open()
-        if worker.labels.get(ENDPOINT_LABEL):
-            return self._prover.prove(worker, timeout_s=timeout_s)
-        return self._policy.by_labels(worker)
-
-    def distrust(self, worker: WorkerSpec) -> None:
-        """Let what ``worker`` has proved count no more: it answered that it cannot read a segment. It is asked again.
-
-        Makes no difference for a worker without the label ``mmcopy_endpoint``.
-        """
-        if worker.labels.get(ENDPOINT_LABEL):
-            self._prover.distrust(worker)
+    def mark_up(self, worker: WorkerSpec | str) -> bool:
+        """Use shared memory for ``worker`` (or its url) again; True when it was marked down before."""
+        return self._workers.mark_up(_url_of(worker))
 
     @property
     def leases_out(self) -> int:
-        """Leases that receivers have not given back, and those that are being written."""
+        """Leases that receivers have not released, and those that are being written."""
         arena = self._arena.native
         return 0 if arena is None else int(arena.statistics()["leases_out"])
+
+    @property
+    def arena(self) -> Arena | None:
+        """The native arena, for its statistics; None until the first worker has connected."""
+        return self._arena.native
 
     def close(self, *, linger_s: float = 5.0) -> None:
         """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone.
 
-        Leases that are out can be received for ``linger_s`` seconds more: blocks until all are, at most so long.
+        Blocking: leases in flight can be received for ``linger_s`` seconds more; waits until all are, at most so long.
         """
-        self._publisher.close()  # first: from here on nothing makes threads anew
+        self._segments.close()  # first: from here on nothing makes threads anew
         with self._lock:
-            writers, self._writers = self._writers, None
-        if writers is not None:
-            writers.shutdown(wait=True)
+            threads, self._stream_threads = self._stream_threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
         self._arena.close(linger_s=linger_s)
-        self._prover.close()
+        self._workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -340,26 +362,247 @@ class Sender:
     ) -> None:
         self.close()
 
-    def _delivery(self, worker: Target, consumers: int, method: str) -> tuple[Delivery, int]:
-        self._publisher.check_open()
-        return self._policy.delivery(worker), parse_count(consumers, setting=f"Sender.{method} consumers")
+    # ---- who it is for ---------------------------------------------------
 
-    def _write_later(self, writer: LeaseWriter, parcel: Parcel) -> Future[None]:
+    def _check_open(self) -> None:
+        if self._segments.closed_because is not None:
+            raise ClosedError(self._segments.closed_because)
+
+    def _resolve(self, worker: WorkerSpec | None) -> ResolvedTransport:
+        return self.config.resolve_in(self._environment, worker)
+
+    def _target(self, worker: Target, consumers: int, method: str) -> tuple[Delivery, int]:
+        self._check_open()
+        if type(consumers) is not int or consumers < 1:
+            consumers = parse_count(consumers, setting=f"Sender.{method} consumers")
+        if isinstance(worker, WorkerSpec):
+            known = self._deliveries.get(id(worker))
+            if known is None or known.receivers[0] is not worker:
+                if len(self._deliveries) >= _MAX_DELIVERIES:
+                    self._deliveries.clear()
+                known = self._deliveries[id(worker)] = deliver((worker,), self._resolve)
+            return known, consumers
+        if worker is None:
+            return self._no_worker, consumers
+        if isinstance(worker, Delivery):
+            return worker, consumers
+        receivers = tuple(worker) if isinstance(worker, Sequence) else ()
+        if not receivers or not all(isinstance(each, WorkerSpec) for each in receivers):
+            raise ConfigError(f"worker is {worker!r}, want a WorkerSpec, several, or a Delivery")
+        return deliver(receivers, self._resolve, several_readers=True), consumers
+
+    def _look(self, delivery: Delivery, largest_nbytes: int) -> Snapshot:
+        """What is known of the receivers, where the path of any tensor depends on it."""
+        if delivery.reason in _DECIDED or not delivery.receivers:
+            return _NO_SNAPSHOT
+        if largest_nbytes == 0 or largest_nbytes < delivery.shm_min_bytes:
+            return _NO_SNAPSHOT
+        wants_sharing = delivery.mode is TransportMode.AUTO
+        return self._workers.snapshot(delivery.receivers, wants_sharing=wants_sharing)
+
+    # ---- the loop --------------------------------------------------------
+
+    def _send(
+        self, tensors: Sequence[_Outgoing], delivery: Delivery, consumers: int, *, may_lease: bool = True
+    ) -> list[TensorData]:
+        """Publish the tensors of one request, all or none."""
+        snapshot = self._look(delivery, max((tensor.nbytes for tensor in tensors), default=0))
+        without = snapshot._replace(slots=()) if snapshot.slots else snapshot
+        decisions = [decide(delivery, snapshot if may_lease else without, t.nbytes, consumers) for t in tensors]
+        payloads: list[Inline | ShmHandle | None] = [None] * len(tensors)
+        writers: list[LeaseWriter] = []
+        try:
+            leased = self._fitting([n for n, decision in enumerate(decisions) if decision.path == "lease"], tensors)
+            if leased:
+                writers = self._take([tensors[n].nbytes for n in leased], snapshot.slots)
+            if writers:
+                self._write(writers, [tensors[n] for n in leased])
+                for n, writer in zip(leased, writers, strict=True):
+                    payloads[n] = _handle_of(writer)
+            for n, tensor in enumerate(tensors):
+                if payloads[n] is None:
+                    decision = decisions[n]
+                    if decision.path == "lease":  # the arena had no room for it
+                        decision = decide(delivery, without, tensor.nbytes, consumers)
+                    payloads[n] = self._segment_or_inline(tensor, delivery, decision, consumers)
+            return self._described(tensors, payloads, delivery)
+        except BaseException:
+            for writer in writers:
+                with contextlib.suppress(MmcopyError):  # what is not committed is aborted, the rest cancelled below
+                    writer.abort()
+            for handle in [*map(_handle_of, writers), *payloads]:
+                if isinstance(handle, ShmHandle):
+                    with contextlib.suppress(MmcopyError):
+                        self._cancel(handle)
+            raise
+
+    def _fitting(self, leased: list[int], tensors: Sequence[_Outgoing]) -> list[int]:
+        """``leased`` without the tensors that are larger than the arena: they must not keep the others off it."""
+        arena = self._arena.native
+        if arena is None or not leased:
+            return leased
+        room = arena.data_nbytes
+        fitting = [n for n in leased if tensors[n].nbytes <= room]
+        if len(fitting) < len(leased):
+            self.metrics.count(Counter.LEASE_FALLBACKS, "full", len(leased) - len(fitting))
+        return fitting
+
+    def _take(self, sizes: list[int], slots: tuple[int, ...]) -> list[LeaseWriter]:
+        """Leases side by side, one per size, each with a release flag per slot; none, and counted why, when there are
+        none. Blocks, without the GIL, while the arena is full, ``arena_wait_s`` at most."""
+        arena = self._arena.native
+        if arena is None:
+            return []
+        try:
+            return arena.take(sizes, list(slots), timeout_s=self._arena_wait_s)
+        except ArenaFullError as error:
+            self.metrics.count(Counter.LEASE_FALLBACKS, "full")
+            _log.info("no lease: %s", error)
+        except (ArenaConsumerError, ConfigError, ClosedError):
+            # It went down between the snapshot and this, or while this waited for room.
+            self.metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
+        return []
+
+    def _lease_one(self, delivery: Delivery, nbytes: int, consumers: int) -> tuple[LeaseWriter | None, bool]:
+        """A lease to be written later, if there is one; and whether a send may still try for one: what found no room
+        does not wait for it again."""
+        snapshot = self._look(delivery, nbytes)
+        if decide(delivery, snapshot, nbytes, consumers).path != "lease":
+            return None, True
+        writers = self._take([nbytes], snapshot.slots)
+        return (writers[0], True) if writers else (None, False)
+
+    def _write(self, writers: Sequence[LeaseWriter], tensors: Sequence[_Outgoing]) -> None:
+        """Write and commit. Blocks; on an error the caller aborts."""
+        if len(writers) == 1:
+            flat, dtype, _ = tensors[0]
+            writers[0].write(flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads)
+            writers[0].commit()
+            return
+        parts = [
+            (writer, flat.data, flat.dtype, dtype) for writer, (flat, dtype, _) in zip(writers, tensors, strict=True)
+        ]
+        write_leases(parts, num_threads=self._num_threads)
+
+    def _write_later(self, writer: LeaseWriter, tensor: _Outgoing) -> Future[None]:
+        def write() -> None:
+            try:
+                self._write([writer], [tensor])
+            except BaseException:
+                writer.abort()
+                raise
+
         with self._lock:
-            self._publisher.check_open()
-            if self._writers is None:
-                self._writers = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-send")
-            return self._writers.submit(self._dispatch.write, writer, parcel)
+            self._check_open()
+            if self._stream_threads is None:
+                self._stream_threads = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-send")
+            return self._stream_threads.submit(write)
 
-    def _socket_closed(self, url: str, socket: str) -> None:
-        self._publisher.take_back(self._publisher.outstanding.take(url, socket=socket))
+    def _segment_or_inline(
+        self, tensor: _Outgoing, delivery: Delivery, decision: Decision, consumers: int
+    ) -> Inline | ShmHandle:
+        reason = decision.reason
+        if decision.path == "segment":
+            written = self._segments.write(tensor.flat, tensor.dtype, consumers=consumers, runtime=delivery.runtime)
+            if isinstance(written, ShmHandle) and self._noted(written, delivery):
+                return written
+            reason = written if isinstance(written, Reason) else Reason.WORKER_DOWN
+        if reason is not None and reason.is_fallback:
+            self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
+        return self._inline(tensor)
+
+    def _noted(self, handle: ShmHandle, delivery: Delivery) -> bool:
+        """Note a segment as in flight; False, and it is unlinked, when its worker went down while it was written.
+
+        Of several receivers the sender does not know which gets it, or which name is whose: nothing is noted.
+        """
+        if len(delivery.receivers) != 1:
+            return True
+        names = names_of(handle)
+        if self._workers.note(delivery.receivers[0], names):
+            return True
+        self._segments.unlink(names)
+        return False
+
+    def _inline(self, tensor: _Outgoing) -> Inline:
+        flat, dtype, nbytes = tensor
+        limit = self._inline_max_bytes
+        if limit is not None and nbytes > limit:
+            raise InlineTooLargeError(
+                f"{dtype} {list(flat.shape)} takes {nbytes} bytes inside the message, "
+                f"inline_max_bytes allows {limit}: raise it, or let the transport use shared memory"
+            )
+        if dtype == flat.dtype:
+            return Inline(flat.data.tobytes())
+        cast = bytearray(nbytes)
+        cast_into(flat.data, flat.dtype, cast, dtype, num_threads=self._num_threads)
+        return Inline(cast)
+
+    def _described(
+        self, tensors: Sequence[_Outgoing], payloads: Sequence[Inline | ShmHandle | None], delivery: Delivery
+    ) -> list[TensorData]:
+        """What goes into the message; the one place that counts what was sent."""
+        sent = []
+        totals: dict[str, tuple[int, int]] = {}
+        for tensor, payload in zip(tensors, payloads, strict=True):
+            assert payload is not None
+            data = TensorData(tensor.dtype, tensor.flat.shape, payload)
+            sent.append(data)
+            path = data.path
+            count, nbytes = totals.get(path, (0, 0))
+            totals[path] = count + 1, nbytes + tensor.nbytes
+        runtime = delivery.runtime
+        for path, (count, nbytes) in totals.items():
+            self.metrics.count(Counter.TENSORS_SENT, path, count, runtime=runtime)
+            self.metrics.count(Counter.BYTES_SENT, path, nbytes, runtime=runtime)
+        return sent
+
+    def _cancel(self, handle: ShmHandle) -> bool:
+        if handle.is_lease:
+            arena = self._arena.native
+            return arena is not None and arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        self._workers.discard(names_of(handle))
+        return self._segments.cancel(handle)
 
     def _disown(self) -> None:
         self._lock = threading.Lock()
-        self._writers = None
-        self._publisher.forget()
+        self._stream_threads = None
+        self._segments.forget()
         self._arena.forget()
-        self._prover.forget()
+        self._workers.forget()
+
+
+def _outgoing(array: object, dtype: str | None) -> _Outgoing:
+    """Look at ``array``; ``dtype`` None keeps its own. Raises what :meth:`Sender.send` raises for it."""
+    flat = flatten(array)
+    target = flat.dtype if dtype is None else dtype
+    nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
+    if target != flat.dtype and (flat.dtype, target) not in CASTS:
+        pairs = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
+        raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
+    return _Outgoing(flat, target, nbytes)
+
+
+def _dtype_of(dtype: Any, key: Any) -> str | None:
+    """What a request's ``dtype``, one for all or one per key, says for ``key``. Raises :class:`ConfigError`."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
+    except (IndexError, KeyError, TypeError):
+        raise ConfigError(
+            f"dtype is {dtype!r}, which has none for tensor {key!r}: want one for all, or the form of arrays"
+        ) from None
+    return found
+
+
+def _handle_of(writer: LeaseWriter) -> ShmHandle:
+    """The lease's handle, which may be sent before it is written."""
+    return ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
+
+
+def _url_of(worker: WorkerSpec | str) -> str:
+    return worker.url if isinstance(worker, WorkerSpec) else worker
 
 
 def _disown_all() -> None:

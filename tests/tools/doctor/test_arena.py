@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmcopy.send.arena import DEFAULT_ARENA_BYTES
+from mmcopy.send.leases import DEFAULT_ARENA_BYTES
 from mmcopy.tools.doctor import Status, arena
 from mmcopy.tools.units import MIB
 

@@ -91,7 +91,7 @@ def run_e2e(
             arena_bytes=arena_bytes_for(cases),
         ) as sender,
     ):
-        sender.prove(peer.worker, timeout_s=CONNECT_LIMIT_S)
+        sender.connect(peer.worker, timeout_s=CONNECT_LIMIT_S)
         say(peer.header)
         for number, case in enumerate(cases, 1):
             load = Load(case, HostPlace(), seed=number)

@@ -6,10 +6,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.receive.receiver import Receiver
-from mmcopy.send.policy import ENDPOINT_LABEL
 from mmcopy.send.sender import Sender
 from mmcopy.tools.units import time_text
 
@@ -76,7 +75,7 @@ def run_h2d(
         ) as sender,
     ):
         worker = WorkerSpec("bench", labels={ENDPOINT_LABEL: endpoint.path})
-        sender.prove(worker, timeout_s=CONNECT_LIMIT_S)
+        sender.connect(worker, timeout_s=CONNECT_LIMIT_S)
         place = place_for(device)
         header = describe(device)
         say(header)

@@ -13,11 +13,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-from mmcopy.config import WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError
 from mmcopy.receive.receiver import Receiver
-from mmcopy.send.policy import ENDPOINT_LABEL
 
 from . import baselines
 from .place import Place, framework_for, place_for

@@ -171,7 +171,7 @@ class _Way:
             config = TransportConfig(mode="auto" if is_lease else "shm", shm_min_bytes=0)
             self._sender = stack.enter_context(Sender(config, shm_dir=SHM_DIR, arena_bytes=nbytes))
             for worker in self._workers:
-                self._sender.prove(worker, timeout_s=spec.timeout_s)
+                self._sender.connect(worker, timeout_s=spec.timeout_s)
 
     def publisher(self, load: Load) -> Segments | Leases | None:
         """What publishes a load for this path; None except on rank 0."""

@@ -7,18 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmcopy._native import Arena, memory_budget
-from mmcopy.config import WorkerSpec
 from mmcopy.errors import MmcopyError
-from mmcopy.metrics import Counter
-from mmcopy.send.arena import DEFAULT_ARENA_BYTES
-from mmcopy.send.delivery import Sharing
-from mmcopy.send.policy import ENDPOINT_LABEL
-from mmcopy.send.sender import Sender
+from mmcopy.send.leases import DEFAULT_ARENA_BYTES
 from mmcopy.tools.units import MIB, bytes_text
 
 from .line import Line, Status
 
-__all__ = ["TRIAL_BYTES", "Offer", "Trial", "huge_pages", "lines", "locked", "prove_and_offer", "room", "seals"]
+__all__ = ["TRIAL_BYTES", "Trial", "huge_pages", "lines", "locked", "room", "seals"]
 
 TRIAL_BYTES = 2 * MIB
 """The size of an arena that is only made to examine it, or to offer it to a worker."""
@@ -34,14 +29,6 @@ class Trial:
     is_read_only: bool = True
     is_noexec: bool = True
     huge_pages_setting: str = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Whether a worker took an arena, and in words where, or why not."""
-
-    is_taken: bool
-    detail: str
 
 
 def lines(*, has_gpu: bool) -> Iterator[Line]:
@@ -131,24 +118,3 @@ def locked(limit_bytes: int | None) -> Line:
             "ulimit -l unlimited; docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity",
         )
     return Line(name, Status.GOOD, text)
-
-
-def prove_and_offer(sender: Sender, worker: WorkerSpec, *, timeout_s: float) -> tuple[Sharing, Offer]:
-    """Probe whether ``worker`` reads our segments, and offer it the arena. Blocks for at most ``timeout_s``."""
-    path = worker.labels.get(ENDPOINT_LABEL)
-    before = _hand_overs(sender)
-    sharing = sender.prove(worker, timeout_s=timeout_s)
-    if not path:
-        return sharing, Offer(False, f"it advertises no socket ({ENDPOINT_LABEL})")
-    outcomes = [name for name, count in _hand_overs(sender).items() if count > before.get(name, 0)]
-    if "ok" in outcomes:
-        return sharing, Offer(True, f"handed over at {path}")
-    if "EndpointRefusedError" in outcomes:
-        return sharing, Offer(False, f"the worker takes none at {path}")
-    if sender.metrics.get(Counter.LEASE_FALLBACKS, "no_arena"):
-        return sharing, Offer(False, "this machine has none to give")
-    return sharing, Offer(False, f"not handed over at {path}: {', '.join(outcomes) or 'no connection'}")
-
-
-def _hand_overs(sender: Sender) -> dict[str, int]:
-    return sender.metrics.snapshot().get(Counter.ARENA_HAND_OVERS.value, {})

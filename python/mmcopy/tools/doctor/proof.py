@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from mmcopy.config import TransportConfig, WorkerSpec
 from mmcopy.endpoint import PROBE_PREFIXES, ProbeResult, SenderLink, WorkerEndpoint
 from mmcopy.errors import MmcopyError
-from mmcopy.send.delivery import Sharing
-from mmcopy.send.reason import Reason
+from mmcopy.send.routing import Reason
 from mmcopy.send.sender import Sender
+from mmcopy.send.workers import Connection
 
-from .arena import TRIAL_BYTES, Offer, prove_and_offer
+from .arena import TRIAL_BYTES
 from .line import Line, Status
 
 __all__ = ["judge_own", "judge_worker", "lines"]
@@ -45,7 +45,7 @@ def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
             except MmcopyError as error:
                 yield Line(f"worker {url}", Status.PROBLEM, str(error), "start it, or mend its address")
                 continue
-            yield judge_worker(worker, *prove_and_offer(sender, worker, timeout_s=LIMIT_S))
+            yield judge_worker(worker, sender.connect(worker, timeout_s=LIMIT_S))
 
 
 def _prove_here(shm_dir: str) -> ProbeResult | str:
@@ -77,16 +77,16 @@ def judge_own(result: ProbeResult | str, shm_dir: str) -> Line:
     return Line(name, Status.GOOD, f"an endpoint of this process read a segment back ({result.reason})")
 
 
-def judge_worker(worker: WorkerSpec, sharing: Sharing, offer: Offer) -> Line:
+def judge_worker(worker: WorkerSpec, found: Connection) -> Line:
     """Judge what a worker's labels or its answer prove, and whether it takes an arena, which needs no other proof."""
     name = f"worker {worker.url}"
     asked = worker.labels.get("mmcopy_endpoint")
     who = f"{worker.engine or 'unknown engine'}, " + (f"asked over {asked}" if asked else "by its labels")
-    segments = f"reads what uid {os.geteuid()} writes here" if sharing.reason is None else sharing.detail
-    if offer.is_taken:
+    segments = f"reads what uid {os.geteuid()} writes here" if found.reason is None else found.detail
+    if found.has_arena:
         return Line(name, Status.GOOD, f"{who}: takes the arena, auto uses it; {segments}")
-    no_arena = f"no arena ({offer.detail})"
-    if sharing.reason is None:
+    no_arena = f"no arena ({found.no_arena})"
+    if found.reason is None:
         return Line(name, Status.GOOD, f"{who}: {segments}, auto uses segments; {no_arena}")
-    advice = ADVICE.get(sharing.reason, ADVICE[None])
+    advice = ADVICE.get(found.reason, ADVICE[None])
     return Line(name, Status.WARNING, f"{who}: {segments}; {no_arena}", advice)

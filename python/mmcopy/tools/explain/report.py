@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mmcopy.config import (
     MODALITIES,
     ResolvedDtype,
     ResolvedTransport,
     RouterConfig,
+    TransportMode,
     WorkerSpec,
     read_environment,
     wire_dtype_in,
 )
 from mmcopy.errors import ConfigError, MmcopyError
 from mmcopy.integrations.smg.ask import Advertised, ask_worker, with_advertised
-from mmcopy.send.delivery import Choice, Delivery, Sharing
+from mmcopy.send.routing import Decision, Delivery, Snapshot, decide, deliver, plan_route
 from mmcopy.send.sender import Sender
-from mmcopy.tools.doctor.arena import TRIAL_BYTES, Offer, prove_and_offer
+from mmcopy.send.workers import Connection
+from mmcopy.tools.doctor.arena import TRIAL_BYTES
 
 __all__ = ["SIZES", "Explanation", "LegLines", "WorkerLines", "explain"]
 
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 64 << 10, "64 MiB": 64 << 20}
-"""The sizes whose way is told."""
-PROOF_LIMIT_S = 2.0
+"""The sizes whose path is shown."""
+PROBE_LIMIT_S = 2.0
 BY_LEASE = "written into the arena, which the worker has mapped: /dev/shm does not matter"
 
 
@@ -36,10 +38,9 @@ class WorkerLines:
     worker: WorkerSpec
     fault: str
     delivery: Delivery
-    sharing: Sharing
-    arena: Offer
+    connection: Connection
     dtypes: Mapping[str, ResolvedDtype]
-    choices: Mapping[str, Choice]
+    decisions: Mapping[str, Decision]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LegLines:
 
     name: str
     delivery: Delivery
-    choices: Mapping[str, Choice]
+    decisions: Mapping[str, Decision]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Explanation:
     those of one request; ``no_legs`` says why not."""
 
     router: ResolvedTransport
-    proof_max_age_s: float
+    probe_max_age_s: float
     workers: tuple[WorkerLines, ...]
     legs: tuple[LegLines, ...]
     no_legs: str
@@ -85,6 +86,10 @@ def explain(
     environment = read_environment(environ)
     warnings: dict[str, None] = dict.fromkeys(environment.smg.warnings)
     lines: list[WorkerLines] = []
+
+    def resolve(worker: WorkerSpec | None) -> ResolvedTransport:
+        return config.transport.resolve_in(environment, worker)
+
     with Sender(config.transport, shm_dir=shm_dir, environ=environ, arena_bytes=TRIAL_BYTES) as sender:
         for asked in config.workers:
             worker, fault = asked, ""
@@ -92,16 +97,17 @@ def explain(
                 worker = with_advertised(asked, ask(asked.url, timeout_s=timeout_s))
             except MmcopyError as error:
                 fault = str(error)
-            # Proved whatever the mode, so that it can be seen what auto would do.
-            sharing, arena = prove_and_offer(sender, worker, timeout_s=PROOF_LIMIT_S)
+            # Whatever the mode, so that it can be seen what auto would do.
+            found = sender.connect(worker, timeout_s=PROBE_LIMIT_S)
             dtypes = {modality: wire_dtype_in(environment, modality, worker=worker) for modality in MODALITIES}
             warnings |= dict.fromkeys(text for dtype in dtypes.values() for text in dtype.warnings)
-            choices = _choices(sender, worker, by_segment=f"no arena: {arena.detail}")
-            lines.append(WorkerLines(worker, fault, sender.delivery(worker), sharing, arena, dtypes, choices))
-        legs, no_legs = _legs(sender, [each.worker for each in lines])
+            delivery = deliver((worker,), resolve)
+            decisions = _decisions(delivery, [found], by_segment=f"no arena: {found.no_arena}")
+            lines.append(WorkerLines(worker, fault, delivery, found, dtypes, decisions))
+    legs, no_legs = _legs(lines, resolve)
     return Explanation(
         router=config.transport.resolve_in(environment),
-        proof_max_age_s=config.transport.proof_max_age_in(environment),
+        probe_max_age_s=config.transport.probe_max_age_in(environment),
         workers=tuple(lines),
         legs=legs,
         no_legs=no_legs,
@@ -109,23 +115,30 @@ def explain(
     )
 
 
-def _choices(sender: Sender, target: WorkerSpec | Delivery, *, by_segment: str = "") -> dict[str, Choice]:
-    """The ways, each with the reason in words: a sender says only why something goes inline."""
-    told = {"lease": BY_LEASE, "segment": by_segment}
-    choices = {name: sender.choose(target, nbytes) for name, nbytes in SIZES.items()}
-    return {
-        name: replace(choice, detail=choice.detail or told.get(choice.path, "")) for name, choice in choices.items()
-    }
+def _decisions(delivery: Delivery, found: Sequence[Connection], *, by_segment: str = "") -> dict[str, Decision]:
+    """The paths, each with the reason in words: a sender says only why something goes inline."""
+    slots = tuple(each.slot for each in found if each.slot is not None)
+    is_auto = delivery.mode is TransportMode.AUTO
+    snapshot = Snapshot(
+        sharing=tuple(each.sharing for each in found) if is_auto else (),
+        slots=slots if len(slots) == len(found) else (),
+    )
+    details = {"lease": BY_LEASE, "segment": by_segment}
+    decisions = {name: decide(delivery, snapshot, nbytes) for name, nbytes in SIZES.items()}
+    return {name: each._replace(detail=each.detail or details.get(each.path, "")) for name, each in decisions.items()}
 
 
-def _legs(sender: Sender, workers: list[WorkerSpec]) -> tuple[tuple[LegLines, ...], str]:
-    if len(workers) < 2:
+def _legs(
+    lines: Sequence[WorkerLines], resolve: Callable[[WorkerSpec | None], ResolvedTransport]
+) -> tuple[tuple[LegLines, ...], str]:
+    if len(lines) < 2:
         return (), "one worker serves a request alone"
+    found = {each.worker.url: each.connection for each in lines}
     try:
-        route = sender.route(workers)
+        route = plan_route([each.worker for each in lines], resolve, lambda worker: found[worker.url].sharing)
     except ConfigError as error:
         return (), str(error)
-    return (
-        LegLines("pixels", route.pixels, _choices(sender, route.pixels)),
-        LegLines("side tensors", route.side_tensors, _choices(sender, route.side_tensors)),
+    return tuple(
+        LegLines(name, delivery, _decisions(delivery, [found[worker.url] for worker in delivery.receivers]))
+        for name, delivery in (("pixels", route.pixels), ("side tensors", route.side_tensors))
     ), ""

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mmcopy.send.delivery import Choice, Delivery, Sharing
+from mmcopy.config import ENDPOINT_LABEL, WorkerSpec
+from mmcopy.send.routing import Decision, Delivery, Sharing
+from mmcopy.send.workers import Connection
 
 from .report import Explanation, LegLines, WorkerLines
 
@@ -43,7 +45,7 @@ def as_json(explanation: Explanation) -> str:
                 "mode_source": router.mode_source,
                 "shm_min_bytes": router.shm_min_bytes,
                 "shm_min_bytes_source": router.shm_min_bytes_source,
-                "proof_max_age_s": explanation.proof_max_age_s,
+                "probe_max_age_s": explanation.probe_max_age_s,
             },
             "workers": [
                 {
@@ -53,12 +55,12 @@ def as_json(explanation: Explanation) -> str:
                     "fault": lines.fault,
                     "labels": dict(lines.worker.labels),
                     **_settings(lines.delivery),
-                    "shares_memory": lines.sharing.reason is None,
-                    "sharing": _sharing(lines.sharing),
-                    "takes_arena": lines.arena.is_taken,
-                    "arena": lines.arena.detail,
+                    "shares_memory": lines.connection.ok,
+                    "sharing": _sharing(lines.connection.sharing),
+                    "takes_arena": lines.connection.has_arena,
+                    "arena": _arena(lines.worker, lines.connection),
                     "dtypes": {name: {"dtype": d.dtype, "source": d.source} for name, d in lines.dtypes.items()},
-                    "paths": _paths(lines.choices),
+                    "paths": _paths(lines.decisions),
                 }
                 for lines in explanation.workers
             ],
@@ -67,7 +69,7 @@ def as_json(explanation: Explanation) -> str:
                     "name": lines.name,
                     "receivers": [worker.url for worker in lines.delivery.receivers],
                     **_settings(lines.delivery),
-                    "paths": _paths(lines.choices),
+                    "paths": _paths(lines.decisions),
                 }
                 for lines in explanation.legs
             ],
@@ -83,16 +85,17 @@ def _worker(lines: WorkerLines) -> list[str]:
     if lines.fault:
         text.append(f"  not asked: {lines.fault}")
     text += _delivery(lines.delivery)
-    text.append(_line("shares memory", "no" if lines.sharing.reason else "yes", _sharing(lines.sharing)))
-    text.append(_line("takes arena", "yes" if lines.arena.is_taken else "no", lines.arena.detail))
+    text.append(_line("shares memory", "yes" if lines.connection.ok else "no", _sharing(lines.connection.sharing)))
+    takes = "yes" if lines.connection.has_arena else "no"
+    text.append(_line("takes arena", takes, _arena(worker, lines.connection)))
     text += [_line(f"dtype {name}", dtype.dtype, dtype.source) for name, dtype in lines.dtypes.items()]
-    return text + _ways(lines.choices)
+    return text + _ways(lines.decisions)
 
 
 def _leg(lines: LegLines) -> list[str]:
     receivers = ", ".join(worker.url for worker in lines.delivery.receivers)
     several = "to each of " if lines.delivery.several_readers else "to one of " if "," in receivers else "to "
-    return [f"{lines.name}, {several}{receivers}", *_delivery(lines.delivery), *_ways(lines.choices)]
+    return [f"{lines.name}, {several}{receivers}", *_delivery(lines.delivery), *_ways(lines.decisions)]
 
 
 def _delivery(delivery: Delivery) -> list[str]:
@@ -102,8 +105,8 @@ def _delivery(delivery: Delivery) -> list[str]:
     ]
 
 
-def _ways(choices: Mapping[str, Choice]) -> list[str]:
-    return [_line(name, choice.path, choice.detail) for name, choice in choices.items()]
+def _ways(decisions: Mapping[str, Decision]) -> list[str]:
+    return [_line(name, decision.path, decision.detail) for name, decision in decisions.items()]
 
 
 def _line(name: str, value: object, rest: str) -> str:
@@ -112,6 +115,10 @@ def _line(name: str, value: object, rest: str) -> str:
 
 def _sharing(sharing: Sharing) -> str:
     return sharing.detail or "as far as can be told from here"
+
+
+def _arena(worker: WorkerSpec, connection: Connection) -> str:
+    return f"handed over at {worker.labels.get(ENDPOINT_LABEL)}" if connection.has_arena else connection.no_arena
 
 
 def _settings(delivery: Delivery) -> dict[str, Any]:
@@ -123,8 +130,8 @@ def _settings(delivery: Delivery) -> dict[str, Any]:
     }
 
 
-def _paths(choices: Mapping[str, Choice]) -> dict[str, dict[str, str | None]]:
+def _paths(decisions: Mapping[str, Decision]) -> dict[str, dict[str, str | None]]:
     return {
-        name: {"path": choice.path, "reason": choice.reason, "detail": choice.detail}
-        for name, choice in choices.items()
+        name: {"path": decision.path, "reason": decision.reason, "detail": decision.detail}
+        for name, decision in decisions.items()
     }

@@ -1,4 +1,4 @@
-"""Sharing proved by asking the worker: endpoints in real processes, killed, stopped, restarted, of another user."""
+"""Workers that are probed over their sockets: in real processes, killed, stopped, restarted, of another user."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from mmcopy import Metrics, Sender, ShmHandle, TensorData, TransportConfig, Work
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import ClosedError
 from mmcopy.metrics import Counter
-from mmcopy.send.delivery import Sharing
-from mmcopy.send.proof import Prover
-from mmcopy.send.reason import Reason
+from mmcopy.send.routing import Reason
+from mmcopy.send.workers import Workers
 from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -111,8 +110,8 @@ def test_the_first_tensor_goes_by_shared_memory_already(shm_dir: pathlib.Path, s
             take(shm_dir, data)
         assert segments(shm_dir) == []  # the proof's own is gone
         assert sender.metrics.snapshot()["proofs"] == {"ok": 1}  # not one a tensor
-        assert sender.prove(worker) == Sharing()
-        assert sender.metrics.get(Counter.PROOFS, "ok") == 2
+        assert sender.connect(worker).ok
+        assert sender.metrics.get(Counter.PROBES, "ok") == 2
 
 
 def test_another_directory_is_noticed_whatever_the_labels_say(
@@ -125,8 +124,8 @@ def test_another_directory_is_noticed_whatever_the_labels_say(
     with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
         assert sender.send(BIG, worker=spec).path == "inline"
         assert fallbacks(sender) == {"proof_failed": 1}
-        found = sender.prove(spec)
-        assert found.reason is Reason.PROOF_FAILED
+        found = sender.connect(spec)
+        assert found.reason is Reason.PROBE_FAILED
         assert "the worker cannot read our segment (errno 2)" in found.detail
         assert str(other) in found.detail
         assert segments(shm_dir) == []
@@ -147,7 +146,7 @@ def test_a_killed_worker_gets_nothing_more_and_what_it_was_sent_is_taken_back(
         assert sender.send(BIG, worker=worker.spec).path == "inline"
         assert fallbacks(sender) == {"worker_gone": 1}
         assert sender.send(BIG, worker=other.spec).path == "segment"
-        assert sender.worker_gone(other.spec) == 2
+        assert sender.mark_down(other.spec) == 2
         assert not (shm_dir / getattr(kept.payload, "name", "")).is_file()
 
 
@@ -155,7 +154,7 @@ def test_also_where_shared_memory_is_forced(shm_dir: pathlib.Path, start: Callab
     worker = start()
     with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
         assert sender.send(BIG, worker=worker.spec).path == "segment"
-        assert settle(lambda: sender.metrics.get(Counter.PROOFS, "ok") == 1)  # connected, in the background
+        assert settle(lambda: sender.metrics.get(Counter.PROBES, "ok") == 1)  # connected, in the background
         worker.kill()
         assert settle(lambda: segments(shm_dir) == [])
         assert sender.send(BIG, worker=worker.spec).path == "inline"
@@ -167,7 +166,7 @@ def test_a_forced_segment_needs_no_socket(shm_dir: pathlib.Path, tmp_path: pathl
     with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
         for _ in range(3):
             take(shm_dir, sender.send(BIG, worker=spec))
-            assert settle(lambda: sender.metrics.get(Counter.PROOFS, "gone") >= 1)
+            assert settle(lambda: sender.metrics.get(Counter.PROBES, "gone") >= 1)
         assert fallbacks(sender) == {}
 
 
@@ -187,29 +186,31 @@ def test_a_worker_that_starts_again_is_used_again(shm_dir: pathlib.Path, start: 
 
 def test_a_worker_that_comes_back_on_the_same_path_is_found(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     directory.mkdir(mode=0o700)
-    metrics = Metrics()
-    lost: list[str] = []
-
-    class Owner:
-        def lose(self, url: str, socket: str) -> None:
-            lost.append(url)
-
-    owner = Owner()
+    unlinked: list[str] = []
     path = directory / "link.sock"
-    prover = Prover(str(shm_dir), max_age_s=30, metrics=metrics, on_gone=owner.lose, retry_s=0.02, first_wait_s=LIMIT_S)
+    workers = Workers(
+        str(shm_dir),
+        probe_max_age_s=30,
+        metrics=Metrics(),
+        unlink=unlinked.extend,
+        retry_s=0.02,
+        first_wait_s=LIMIT_S,
+    )
     spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": str(path)})
     try:
         for round_ in (1, 2):
             with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
                 path.symlink_to(endpoint.path)
-                assert settle(lambda: prover.sharing(spec).reason is None)
-                assert not prover.is_gone(spec)
+                assert settle(lambda: workers.sharing(spec).reason is None)
+                assert workers.snapshot([spec], wants_sharing=False).down == ""
+                assert workers.note(spec, [f"s{round_}"])
             path.unlink()
-            assert settle(lambda: prover.sharing(spec).reason is Reason.WORKER_GONE)
-            assert prover.is_gone(spec)
-            assert settle(lambda round_=round_: len(lost) == round_)  # type: ignore[misc]  # told once
+            assert settle(lambda: workers.sharing(spec).reason is Reason.WORKER_DOWN)
+            assert workers.snapshot([spec], wants_sharing=False).down == spec.url
+            assert not workers.note(spec, ["too late"])
+            assert settle(lambda round_=round_: unlinked == ["s1", "s2"][:round_])  # type: ignore[misc]  # each once
     finally:
-        prover.close()
+        workers.close()
 
 
 def test_a_worker_that_hangs_costs_a_bounded_wait_once(shm_dir: pathlib.Path, start: Callable[..., Worker]) -> None:
@@ -219,11 +220,11 @@ def test_a_worker_that_hangs_costs_a_bounded_wait_once(shm_dir: pathlib.Path, st
         assert settle(lambda: "T" in pathlib.Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2])
         assert sender.send(BIG, worker=worker.spec).path == "inline"
         assert fallbacks(sender) == {"not_proved": 1}
-        assert settle(lambda: sender.metrics.get(Counter.PROOFS, "failed") == 1)
-        found = sender.prove(worker.spec, timeout_s=LIMIT_S)
-        assert found.reason is Reason.PROOF_FAILED
+        assert settle(lambda: sender.metrics.get(Counter.PROBES, "failed") == 1)
+        found = sender.connect(worker.spec, timeout_s=LIMIT_S)
+        assert found.reason is Reason.PROBE_FAILED
         worker.signal(signal.SIGCONT)
-        assert settle(lambda: sender.prove(worker.spec, timeout_s=LIMIT_S).reason is None)
+        assert settle(lambda: sender.connect(worker.spec, timeout_s=LIMIT_S).reason is None)
         take(shm_dir, sender.send(BIG, worker=worker.spec))
         assert segments(shm_dir) == []
 
@@ -231,29 +232,29 @@ def test_a_worker_that_hangs_costs_a_bounded_wait_once(shm_dir: pathlib.Path, st
 def test_a_proof_has_an_age_and_is_renewed_while_it_is_used(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
-        with Sender(TransportConfig(mode="auto", proof_max_age_s=0.2), shm_dir=shm_dir, arena_bytes=0) as sender:
+        with Sender(TransportConfig(mode="auto", probe_max_age_s=0.2), shm_dir=shm_dir, arena_bytes=0) as sender:
             ok = 0
             for _ in range(3):
                 take(shm_dir, sender.send(BIG, worker=spec))
-                assert sender.metrics.get(Counter.PROOFS, "ok") > ok
-                ok = sender.metrics.get(Counter.PROOFS, "ok")
+                assert sender.metrics.get(Counter.PROBES, "ok") > ok
+                ok = sender.metrics.get(Counter.PROBES, "ok")
                 time.sleep(0.25)  # older than it may be: asked before it is used
             assert fallbacks(sender) == {}
 
 
-def test_a_distrusted_proof_is_made_again(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
+def test_connecting_again_probes_again(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         spec = WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path})
         with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
             take(shm_dir, sender.send(BIG, worker=spec))
-            sender.distrust(spec)
-            shm_dir.rename(shm_dir.with_name("away"))  # the first failure drops it
+            shm_dir.rename(shm_dir.with_name("away"))  # the first failure drops what was found before
             try:
+                assert sender.connect(spec).reason is Reason.PROBE_FAILED
                 assert sender.send(BIG, worker=spec).path == "inline"
                 assert fallbacks(sender) == {"proof_failed": 1}
             finally:
                 shm_dir.with_name("away").rename(shm_dir)
-            assert sender.prove(spec).reason is None
+            assert sender.connect(spec).reason is None
             take(shm_dir, sender.send(BIG, worker=spec))
 
 
@@ -272,24 +273,20 @@ def test_many_threads_ask_once(shm_dir: pathlib.Path, start: Callable[..., Worke
             thread.start()
         for thread in threads:
             thread.join(LIMIT_S)
-        assert sender.metrics.get(Counter.PROOFS) == 1
+        assert sender.metrics.get(Counter.PROBES) == 1
         assert segments(shm_dir) == []
         # Those that came while the first asked did not wait.
         assert set(fallbacks(sender)) <= {"not_proved"}
 
 
 def test_what_is_remembered_of_workers_is_bounded(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
-    class Owner:
-        def lose(self, url: str, socket: str) -> None: ...
-
-    owner = Owner()
-    prover = Prover(str(shm_dir), max_age_s=30, metrics=Metrics(), on_gone=owner.lose, max_workers=4)
+    workers = Workers(str(shm_dir), probe_max_age_s=30, metrics=Metrics(), unlink=lambda _: None, max_workers=4)
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         for n in range(12):
             spec = WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": endpoint.path})
-            assert prover.prove(spec, timeout_s=LIMIT_S).reason is None
+            assert workers.connect(spec, timeout_s=LIMIT_S).reason is None
         assert settle(lambda: endpoint.statistics()["links"] == 4)
-        prover.close()
+        workers.close()
         assert settle(lambda: endpoint.statistics()["links"] == 0)
 
 
@@ -305,7 +302,7 @@ def test_a_sender_that_is_dropped_or_closed_ends_its_connections(
         sender.close()
         assert settle(lambda: endpoint.statistics()["links"] == 0)
         with pytest.raises(ClosedError):
-            sender.prove(spec)
+            sender.connect(spec)
         sender = Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)
         sender.cancel(sender.send(BIG, worker=spec))
         assert endpoint.statistics()["links"] == 1
@@ -324,8 +321,7 @@ def test_closing_while_a_worker_is_asked_takes_nothing_back(
     data = sender.send(BIG, worker=worker.spec)
     worker.signal(signal.SIGSTOP)
     assert settle(lambda: "T" in pathlib.Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2])
-    sender.distrust(worker.spec)
-    assert sender.send(BIG, worker=worker.spec).path == "inline"  # asked, and not answered
+    assert sender.connect(worker.spec, timeout_s=0.1).reason is Reason.NOT_PROBED  # asked, and not answered
     sender.close()
     assert sender.metrics.get(Counter.SEGMENTS_REMOVED) == 0
     take(shm_dir, data)
@@ -340,10 +336,11 @@ def test_closing_does_not_ask_the_workers_that_wait_their_turn(directory: pathli
             silent = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent.bind(str(path))
             silent.listen()
-            sender.choose(WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": str(path)}), 1 << 20)
+            spec = WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": str(path)})
+            sender.cancel(sender.send(BIG, worker=spec))
         sender.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "mmcopy-proof"]
-        assert sender.metrics.get(Counter.PROOFS) < 12
+        assert not [thread for thread in threading.enumerate() if thread.name == "mmcopy-probe"]
+        assert sender.metrics.get(Counter.PROBES) < 12
 
 
 def test_a_sender_that_the_thread_collects_does_not_block_it(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
@@ -357,7 +354,7 @@ def test_a_sender_that_the_thread_collects_does_not_block_it(shm_dir: pathlib.Pa
 
         def __enter__(self) -> None:
             self.lock.acquire()
-            if self.is_due and threading.current_thread().name == "mmcopy-proof":
+            if self.is_due and threading.current_thread().name == "mmcopy-probe":
                 self.is_due = False
                 gc.collect()
 
@@ -367,11 +364,11 @@ def test_a_sender_that_the_thread_collects_does_not_block_it(shm_dir: pathlib.Pa
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         cycle: list[Any] = [Sender(AUTO, shm_dir=shm_dir, arena_bytes=0)]
         cycle.append(cycle)
-        prover = cycle[0]._prover
-        assert prover.prove(WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path}), timeout_s=LIMIT_S).ok
-        thread = prover._thread
+        workers = cycle[0]._workers
+        assert workers.connect(WorkerSpec("grpc://w", labels={"mmcopy_endpoint": endpoint.path}), timeout_s=LIMIT_S).ok
+        thread = workers._thread
         del cycle
-        prover._lock = Lock()
+        workers._lock = Lock()
         thread.join(LIMIT_S)
         assert not thread.is_alive()
         assert settle(lambda: endpoint.statistics()["links"] == 0)
@@ -385,25 +382,20 @@ def test_an_address_that_is_none_stops_no_other_worker_from_being_asked(
     with Sender(TransportConfig(mode="shm"), shm_dir=shm_dir, arena_bytes=0) as sender:
         take(shm_dir, sender.send(BIG, worker=without))
         assert "proofs" not in sender.metrics.snapshot()  # there is nobody to ask
-        assert sender.prove(odd, timeout_s=LIMIT_S).reason is Reason.PROOF_FAILED
-        assert sender.prove(start().spec, timeout_s=LIMIT_S).ok
+        assert sender.connect(odd, timeout_s=LIMIT_S).reason is Reason.PROBE_FAILED
+        assert sender.connect(start().spec, timeout_s=LIMIT_S).ok
 
 
 def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
-    lost: list[str] = []
-
-    class Owner:
-        def lose(self, url: str, socket: str) -> None:
-            lost.append(url)
-
-    owner = Owner()
-    prover = Prover(str(shm_dir), max_age_s=30, metrics=Metrics(), on_gone=owner.lose, max_workers=1)
+    unlinked: list[str] = []
+    workers = Workers(str(shm_dir), probe_max_age_s=30, metrics=Metrics(), unlink=unlinked.extend, max_workers=1)
     with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
         for n in range(3):
             spec = WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": endpoint.path})
-            assert prover.prove(spec, timeout_s=LIMIT_S).ok
-        prover.close()
-    assert lost == []
+            assert workers.connect(spec, timeout_s=LIMIT_S).ok
+            assert workers.note(spec, [f"s{n}"])
+        workers.close()
+    assert unlinked == []
 
 
 def test_a_forked_child_asks_nobody(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
@@ -423,7 +415,7 @@ def test_a_forked_child_asks_nobody(shm_dir: pathlib.Path, directory: pathlib.Pa
             data = sender.send(BIG, worker=spec)  # the parent's connection lives
             assert data.path == "segment"
             sender.cancel(data)
-            assert sender.metrics.get(Counter.PROOFS) == 1
+            assert sender.metrics.get(Counter.PROBES) == 1
 
 
 @pytest.mark.root
@@ -439,6 +431,6 @@ def test_a_worker_of_another_user_cannot_read_and_says_so(shm_dir: pathlib.Path,
         with Sender(AUTO, shm_dir=shm_dir, arena_bytes=0) as sender:
             assert sender.send(BIG, worker=worker.spec).path == "inline"
             assert fallbacks(sender) == {"proof_failed": 1}
-            assert "65534" in sender.prove(worker.spec).detail
+            assert "65534" in sender.connect(worker.spec).detail
     finally:
         worker.end()

@@ -10,9 +10,18 @@ import pytest
 from mmcopy import TransportConfig, WorkerSpec
 from mmcopy.config import ResolvedTransport, TransportMode, read_environment
 from mmcopy.errors import ConfigError
-from mmcopy.send.delivery import SHARED, Delivery, Sharing, by_labels, choose
-from mmcopy.send.reason import Reason
-from mmcopy.send.route import Route, plan_route, receivers_of
+from mmcopy.send.routing import (
+    SHARED,
+    Delivery,
+    Reason,
+    Route,
+    Sharing,
+    Snapshot,
+    by_labels,
+    decide,
+    plan_route,
+    receivers_of,
+)
 
 OURS, FOREIGN = "boot:27", "boot:28"
 UID = 1000
@@ -77,7 +86,7 @@ def opinion(
 
 
 def taken(delivery: Delivery, nbytes: int = 1 << 20) -> tuple[str, Reason | None]:
-    choice = choose(delivery, nbytes)
+    choice = decide(delivery, Snapshot(), nbytes)
     return choice.path, choice.reason
 
 
@@ -237,7 +246,7 @@ def test_a_delivery_is_narrowed_to_the_one_who_gets_the_tensor() -> None:
     assert pixels.to(workers[1]).receivers == (workers[1],)
     assert pixels.to(workers[1]).mode == "shm"
     with pytest.raises(
-        ConfigError, match=r"worker grpc://2-prefill is no receiver of .* grpc://0-encode, grpc://1-enc"
+        ConfigError, match=r"worker grpc://2-prefill is not a receiver of .* grpc://0-encode, grpc://1-enc"
     ):
         pixels.to(workers[2])
     side = route(workers, TransportConfig(mode="shm", shm_min_bytes=0)).side_tensors

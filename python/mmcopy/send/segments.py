@@ -1,0 +1,131 @@
+"""Segments: one file in shared memory per tensor, under one name per sender."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+
+from mmcopy._native import SegmentOwner, sweep, unlink_segment, write_segment
+from mmcopy.arrays import FlatArray
+from mmcopy.errors import (
+    ClosedError,
+    MmcopyError,
+    NoSpaceError,
+    SegmentExistsError,
+    SegmentIoError,
+    SegmentNotFoundError,
+    SegmentPermissionError,
+)
+from mmcopy.fanout import link_consumers, owner_id_for, unlink_consumers
+from mmcopy.metrics import Counter, Metrics
+from mmcopy.tensors import ShmHandle
+
+from .routing import Reason
+
+__all__ = ["SegmentWriter"]
+
+_log = logging.getLogger(__name__)
+
+# What a failed write is counted as. Anything else is a defect, or the caller's: it is raised.
+_WRITE_FAILURES: tuple[tuple[type[MmcopyError], Reason], ...] = (
+    (NoSpaceError, Reason.NO_SPACE),
+    (SegmentPermissionError, Reason.PERMISSION),
+    (SegmentNotFoundError, Reason.NOT_FOUND),
+    (SegmentExistsError, Reason.EXISTS),
+    (SegmentIoError, Reason.OS_ERROR),
+)
+
+
+class SegmentWriter:
+    """The segments of one sender. Thread-safe; after ``fork`` the child's copy is closed and owns nothing."""
+
+    def __init__(self, shm_dir: str, *, num_threads: int, metrics: Metrics) -> None:
+        self.closed_because: str | None = None
+        """Why nothing is written any more; None while it is open."""
+        self._shm_dir = shm_dir
+        self._num_threads = num_threads
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._owner: SegmentOwner | None = None
+        self._is_forked = False
+
+    def write(self, flat: FlatArray, dtype: str, *, consumers: int, runtime: str) -> ShmHandle | Reason:
+        """Write a segment with a name for each of ``consumers``; or the reason why that failed, counted and logged."""
+        try:
+            owner = self._owned()
+            name = owner.next_name()
+            nbytes = write_segment(
+                self._shm_dir, name, flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads
+            )
+            if consumers > 1:
+                self._link(name, consumers)
+        except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
+            reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
+            self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=runtime)
+            _log.warning("a tensor goes inline, its segment could not be written: %s", error)
+            return reason
+        return ShmHandle(name, 0, nbytes, owner_id_for(owner.instance_id, consumers))
+
+    def cancel(self, handle: ShmHandle) -> bool:
+        """Unlink a segment that was not handed over, for all its consumers. True when it was still there; False in a
+        forked child: it is the parent's."""
+        if self._is_forked:
+            return False
+        removed = unlink_consumers(self._shm_dir, handle)
+        if removed:
+            self._metrics.count(Counter.SEGMENTS_REMOVED, "cancelled", removed)
+        return removed > 0
+
+    def unlink(self, names: Sequence[str]) -> int:
+        """Unlink segments whose worker is down; how many were there. A failure is counted and logged."""
+        removed = 0
+        for name in names:
+            try:
+                removed += unlink_segment(self._shm_dir, name)
+            except MmcopyError as error:
+                self._metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
+                _log.warning("could not unlink a segment: %s", error)
+        if removed:
+            self._metrics.count(Counter.SEGMENTS_REMOVED, "worker_gone", removed)
+        return removed
+
+    def close(self) -> None:
+        """Give up the sender's name on the host. Idempotent."""
+        with self._lock:
+            if self.closed_because is None:
+                self.closed_because = "the sender is closed"
+            owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.close()
+
+    def forget(self) -> None:
+        """For a child after ``fork``: the name and the segments are the parent's."""
+        self.closed_because = "the sender belongs to the process that this one was forked from"
+        self._is_forked = True
+        self._lock = threading.Lock()  # the parent's may have been held at the fork
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.forget()
+
+    def _link(self, name: str, consumers: int) -> None:
+        try:
+            link_consumers(self._shm_dir, name, consumers)
+        except BaseException:
+            with contextlib.suppress(MmcopyError):
+                unlink_segment(self._shm_dir, name)
+            raise
+
+    def _owned(self) -> SegmentOwner:
+        """The sender's name on the host, taken with its first segment; what dead senders left is unlinked then."""
+        with self._lock:
+            if self.closed_because is not None:
+                raise ClosedError(self.closed_because)
+            if self._owner is None:
+                names, _ = sweep(self._shm_dir)
+                if names:
+                    self._metrics.count(Counter.SEGMENTS_REMOVED, "swept", len(names))
+                    _log.info("unlinked %d segments of senders that have died", len(names))
+                self._owner = SegmentOwner(self._shm_dir)
+            return self._owner
