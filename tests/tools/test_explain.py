@@ -211,7 +211,7 @@ def test_a_worker_without_shared_memory_of_ours_is_found_out_by_asking(
     assert not worker["shares_memory"]
     assert worker["paths"]["64 MiB"]["reason"] == "proof_failed"
     assert str(other) in worker["sharing"]
-    assert lines["proof"]["status"] == "good"
+    assert lines["probe"]["status"] == "good"
     assert lines[f"worker {urls[0]}"]["status"] == "warning"
     assert "auto sends inline" in lines[f"worker {urls[0]}"]["advice"]
     assert lines["worker grpc://127.0.0.1:1"]["status"] == "problem"
@@ -275,9 +275,7 @@ def test_why_there_is_no_lease(endpoint: WorkerEndpoint, capsys: pytest.CaptureF
         assert (path["path"], path["detail"]) == ("segment", f"no arena: {why}")
 
 
-def test_doctor_makes_the_proof_with_a_good_worker(
-    endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_probes_a_good_worker(endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
     with cpu_receiver("/dev/shm") as receiver, Served(receiver, {"endpoint_path": endpoint.path}, {}) as urls:
         main(["doctor", "--json", "--worker", *urls])
         lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}

@@ -23,7 +23,7 @@ NAMES = {
     "shm mount",
     "shm space",
     "shm writable",
-    "proof",
+    "probe",
     "arena",
     "arena pages",
     "arena memory",

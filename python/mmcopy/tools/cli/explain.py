@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "For each worker: mode, threshold, dtype and the way of 1 KiB, 64 KiB and 64 MiB, and where each value "
             "came from: the worker's own override, the router's config (these options, or the file), SMG's environment "
-            "variables, or the default. Workers are asked for their labels, and mmcopy workers for a proof that they "
-            "read what is written here, and whether they take an arena: run it where the gateway runs, as its user. "
+            "variables, or the default. Workers are asked for their labels, and mmcopy workers are probed: whether "
+            "they read segments made here, and take an arena. Run it where the gateway runs, as the gateway's user. "
             "Exit code 1 when a worker does not answer; 2 for a bad setting."
         ),
     )

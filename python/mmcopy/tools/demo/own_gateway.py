@@ -36,7 +36,7 @@ __all__ = ["OwnGateway"]
 
 CHAT_PATH = "/v1/chat/completions"
 GENERATE_LIMIT_S = 60.0
-PROOF_LIMIT_S = 10.0
+CONNECT_LIMIT_S = 10.0
 RETURN_LIMIT_S = 2.0
 IDLE_LIMIT_S = 5.0
 POLL_S = 0.01
@@ -164,7 +164,7 @@ def serve(args: argparse.Namespace, report: Report) -> None:
     tokenizer = Tokenizer.from_file(str(Path(args.model_dir) / "tokenizer.json"))
     channel = grpc.insecure_channel(args.worker.removeprefix("grpc://"), options=[("grpc.enable_http_proxy", 0)])
     with Sender(config) as sender:
-        sender.connect(worker, timeout_s=PROOF_LIMIT_S)  # so that the first request finds the arena handed over
+        sender.connect(worker, timeout_s=CONNECT_LIMIT_S)  # so that the first request finds the arena handed over
         server = _Server(OwnGateway(FAMILIES[args.family], worker, sender, channel, tokenizer))
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="chat-server")
         thread.start()

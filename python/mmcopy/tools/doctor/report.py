@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from . import arena, gpu, leftovers, machine, proof, shm, versions
+from . import arena, gpu, leftovers, machine, probe, shm, versions
 from .line import Line, Status
 
 __all__ = ["as_json", "as_text", "examine", "exit_code"]
@@ -30,7 +30,7 @@ def examine(*, shm_dir: str = "/dev/shm", start_cuda: bool = False, workers: Seq
     return (
         *_guarded("versions", versions.lines),
         *_guarded("shared memory", lambda: shm.lines(shm_dir, has_gpu=bool(gpus.gpus))),
-        *_guarded("proof", lambda: proof.lines(shm_dir, workers)),
+        *_guarded("probe", lambda: probe.lines(shm_dir, workers)),
         *_guarded("arena", lambda: arena.lines(has_gpu=bool(gpus.gpus))),
         *_guarded("leftovers", lambda: leftovers.lines(shm_dir)),
         *_guarded("machine", lambda: machine.lines(has_gpu=bool(gpus.gpus), shm_dir=shm_dir)),

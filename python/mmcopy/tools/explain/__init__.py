@@ -1,7 +1,7 @@
 """``mmcopy explain``: which way tensors would go to each worker, and where each value came from.
 
 The decisions are a real sender's, on this host, by its settings; workers are asked for their labels as the gateway asks
-them, and proofs are made as a sender makes them. Nothing is published but the proof's own small segment.
+them, and probed as a sender probes them. Nothing is written to shared memory but the probe's own small segment.
 """
 
 from __future__ import annotations

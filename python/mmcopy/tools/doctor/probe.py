@@ -1,4 +1,4 @@
-"""The proof by which an mmcopy sender uses shared memory under ``auto``: made here, and with workers that are named."""
+"""The probe after which an mmcopy sender uses shared memory under ``auto``: made here, and of the named workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE: dict[Reason | None, str] = {
 
 
 def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
-    yield judge_own(_prove_here(shm_dir), shm_dir)
+    yield judge_own(_probe_here(shm_dir), shm_dir)
     if not workers:
         return
     from mmcopy.integrations.smg.ask import ask_worker, with_advertised
@@ -43,13 +43,13 @@ def lines(shm_dir: str, workers: Sequence[str] = ()) -> Iterator[Line]:
             try:
                 worker = with_advertised(worker, ask_worker(url, timeout_s=ASK_LIMIT_S))
             except MmcopyError as error:
-                yield Line(f"worker {url}", Status.PROBLEM, str(error), "start it, or mend its address")
+                yield Line(f"worker {url}", Status.PROBLEM, str(error), "start it, or correct its address")
                 continue
             yield judge_worker(worker, sender.connect(worker, timeout_s=LIMIT_S))
 
 
-def _prove_here(shm_dir: str) -> ProbeResult | str:
-    """What a worker in this process reads of a segment of ours; text when it does not come to that."""
+def _probe_here(shm_dir: str) -> ProbeResult | str:
+    """What a worker in this process reads of a segment of ours; text when the probe cannot be made."""
     with tempfile.TemporaryDirectory(prefix="mmcopy-doctor-") as directory:
         try:
             with (
@@ -62,23 +62,23 @@ def _prove_here(shm_dir: str) -> ProbeResult | str:
 
 
 def judge_own(result: ProbeResult | str, shm_dir: str) -> Line:
-    """Judge the proof made with an endpoint of our own."""
-    name = "proof"
+    """Judge the probe of an endpoint in this process."""
+    name = "probe"
     if isinstance(result, str):
         return Line(
             name,
             Status.WARNING,
             f"no: {result}",
-            "mmcopy's own senders and workers cannot prove that they share memory here, and send inline under auto: "
+            "mmcopy's own senders and workers cannot find out that they share memory here, and send inline under auto: "
             "let this user make unix sockets in its temporary directory (TMPDIR)",
         )
     if not result.ok:
-        return Line(name, Status.PROBLEM, f"no: {result.reason}", f"mend {shm_dir}; see the lines about shared memory")
+        return Line(name, Status.PROBLEM, f"no: {result.reason}", f"repair {shm_dir}; see shared memory above")
     return Line(name, Status.GOOD, f"an endpoint of this process read a segment back ({result.reason})")
 
 
 def judge_worker(worker: WorkerSpec, found: Connection) -> Line:
-    """Judge what a worker's labels or its answer prove, and whether it takes an arena, which needs no other proof."""
+    """Judge what a worker's labels or its answer show, and whether it takes an arena, which is enough by itself."""
     name = f"worker {worker.url}"
     asked = worker.labels.get("mmcopy_endpoint")
     who = f"{worker.engine or 'unknown engine'}, " + (f"asked over {asked}" if asked else "by its labels")

@@ -7,7 +7,7 @@ import pytest
 from mmcopy.config import WorkerSpec
 from mmcopy.send.routing import SHARED, Reason, Sharing
 from mmcopy.send.workers import Connection
-from mmcopy.tools.doctor import Status, proof
+from mmcopy.tools.doctor import Status, probe
 
 GOOD, WARNING = Status.GOOD, Status.WARNING
 
@@ -29,7 +29,7 @@ FOREIGN = Sharing(Reason.NAMESPACE_DIFFERS, "theirs is a:1, ours b:2")
         ),
     ],
 )
-def test_a_worker_that_takes_the_arena_needs_no_other_proof(connection: Connection, status: Status, found: str) -> None:
-    line = proof.judge_worker(WorkerSpec("grpc://a:1", labels={"mmcopy_endpoint": "/s"}), connection)
+def test_a_worker_that_takes_the_arena_needs_no_probe(connection: Connection, status: Status, found: str) -> None:
+    line = probe.judge_worker(WorkerSpec("grpc://a:1", labels={"mmcopy_endpoint": "/s"}), connection)
     assert line.status is status
     assert found in line.found
