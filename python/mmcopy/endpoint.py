@@ -17,7 +17,7 @@ from typing import Any, Self
 from mmcopy._native import SenderLink as NativeSenderLink
 from mmcopy._native import WorkerEndpoint as NativeWorkerEndpoint
 
-from .config import parse_count, parse_seconds
+from .config import parse_count, parse_prefixes, parse_seconds
 from .errors import ConfigError, EndpointDirectoryError
 
 __all__ = ["PROBE_PREFIXES", "ProbeResult", "SenderLink", "WorkerEndpoint", "default_directory"]
@@ -82,9 +82,7 @@ class WorkerEndpoint:
         max_arenas: int = 64,
         hello_timeout_s: float = 5.0,
     ) -> None:
-        prefixes = _sequence(accept_prefixes, setting="accept_prefixes", wanted="prefixes, none empty")
-        if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
-            raise ConfigError(f"accept_prefixes is {accept_prefixes!r}, want a sequence of prefixes, none empty")
+        prefixes = parse_prefixes(accept_prefixes, setting="accept_prefixes")
         uids = _sequence(allowed_uids, setting="allowed_uids", wanted="user ids")
         for uid in uids:
             if not isinstance(uid, int) or not 0 <= uid < 2**32:
@@ -92,7 +90,7 @@ class WorkerEndpoint:
         self._native = NativeWorkerEndpoint(
             default_directory() if directory is None else directory,
             shm_dir=shm_dir,
-            accept_prefixes=prefixes,
+            accept_prefixes=list(prefixes),
             allowed_uids=uids,
             max_links=parse_count(max_links, setting="max_links"),
             max_arenas=parse_count(max_arenas, setting="max_arenas", least=0),

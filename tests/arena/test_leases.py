@@ -26,6 +26,7 @@ from mmcopy.errors import (
     PayloadError,
 )
 from mmcopy.metrics import Counter
+from mmcopy.receive.request import RequestOpener
 from tests.rigs.lease_side import MIB, Side, is_empty, random_bytes, sender, side, sockets, statistics
 from tests.rigs.waiting import settle
 
@@ -293,12 +294,12 @@ def test_a_rank_without_the_arena_is_one_that_cannot_reach_the_lease(sender: Sen
     """On a group another rank, which has it, brings the bytes."""
     data = sender.send(random_bytes(1000), worker=side.spec)
     inline = TensorData("uint8", (1,), Inline(b"x"))
-    with Receiver("cpu", framework="numpy") as elsewhere:
-        opened: list[Any] = []
-        missing = elsewhere._opener.open_reachable([inline, data], opened)
-    assert [type(error) for error in missing.values()] == [LeaseUnknownArenaError]
-    assert list(missing) == [1]
-    assert len(opened) == 1
+    request = RequestOpener("/dev/shm", ["mmcopy-"], Metrics()).request([inline, data])
+    request.open_reachable()
+    assert [type(error) for error in request.missing.values()] == [LeaseUnknownArenaError]
+    assert list(request.missing) == [1]
+    assert len(request.sources) == 1
+    request.close("received")
     assert side.receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
 
 

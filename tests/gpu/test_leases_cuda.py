@@ -17,16 +17,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import Inline, Metrics, Receiver, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec
+from mmcopy import (
+    Inline,
+    Metrics,
+    ParallelOptions,
+    Receiver,
+    Sender,
+    ShmHandle,
+    TensorData,
+    TransportConfig,
+    WorkerSpec,
+)
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import LeaseOwnerGoneError
 from mmcopy.metrics import Counter
 from mmcopy.receive.cuda import registration
 from mmcopy.receive.in_place import Run
+from mmcopy.receive.plan import place
+from mmcopy.receive.request import RequestOpener
+from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
 from tests.rigs.waiting import settle
 
-from .test_receiver_cuda import hold, random_bytes, raw
+from .test_receiver_cuda import copy_stream_of, destination, hold, random_bytes, raw
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +59,30 @@ def endpoint(tmp_path: pathlib.Path) -> Iterator[WorkerEndpoint]:
         yield endpoint
 
 
+ALONE_AND_ON_GROUPS = pytest.mark.parametrize("receiver", [None, "each", "broadcast", "scatter"], indirect=True)
+"""A receiver without a group, and one with each strategy on a group of one rank."""
+
+
 @pytest.fixture
-def receiver(endpoint: WorkerEndpoint) -> Iterator[Receiver]:
-    with Receiver("cuda:0", staging_bytes=4 * MIB, timeout_s=20, endpoint=endpoint) as receiver:
+def receiver(request: pytest.FixtureRequest, endpoint: WorkerEndpoint) -> Iterator[Receiver]:
+    strategy = getattr(request, "param", None)
+    options: dict[str, Any] = {}
+    if strategy is not None:
+        options = {"group": request.getfixturevalue("world"), "parallel": ParallelOptions(strategy=strategy)}
+    with Receiver("cuda:0", staging=StagingOptions(4 * MIB), timeout_s=20, endpoint=endpoint, **options) as receiver:
+        if strategy is not None:  # the communicator comes with the first collective
+            receiver.receive(TensorData("uint8", (4,), Inline(b"warm")))
         yield receiver
+
+
+@pytest.fixture
+def nothing_staged(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error for a receive that uses a slot of the ring."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was staged")
+
+    monkeypatch.setattr(destination(receiver).ring, "take", refuse)
 
 
 @pytest.fixture
@@ -66,17 +99,15 @@ def sender(receiver: Receiver, worker: WorkerSpec, segments: Callable[[], list[s
     assert segments() == []
 
 
-def destination(receiver: Receiver) -> Any:
-    return receiver._destination
-
-
+@ALONE_AND_ON_GROUPS
+@pytest.mark.usefixtures("nothing_staged")
 @pytest.mark.parametrize("nbytes", EDGES)
 def test_edge_sizes(sender: Sender, receiver: Receiver, worker: WorkerSpec, nbytes: int) -> None:
     source = random_bytes(nbytes, nbytes)
     data = sender.send(source, worker=worker)
     assert data.path == "lease"
     assert raw(receiver.receive(data)) == source.tobytes()
-    assert destination(receiver)._arenas.num_registered == 1
+    assert destination(receiver).arenas.num_registered == 1
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -87,27 +118,39 @@ def test_every_dtype(sender: Sender, receiver: Receiver, worker: WorkerSpec, dty
     assert raw(tensor) == bits.tobytes()
 
 
-def test_one_request_is_one_copy(
-    sender: Sender, receiver: Receiver, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def copies(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each copy that is queued out of an arena from now on."""
     copies: list[int] = []
-    stream = destination(receiver)._copy_stream
-    copy_all = type(stream).copy_all
+    stream = destination(receiver).copy_stream
+    copy_all = stream.copy_all
 
-    def counted(self: Any, runs: Sequence[Run]) -> None:
+    def counted(runs: Sequence[Run]) -> None:
         copies.extend(run.nbytes for run in runs)
-        copy_all(self, runs)
+        copy_all(runs)
 
-    monkeypatch.setattr(type(stream), "copy_all", counted)
+    monkeypatch.setattr(stream, "copy_all", counted)
+    return copies
+
+
+@ALONE_AND_ON_GROUPS
+@pytest.mark.usefixtures("nothing_staged")
+def test_one_request_is_one_copy(sender: Sender, receiver: Receiver, worker: WorkerSpec, copies: list[int]) -> None:
     sources = [random_bytes(65536 + 8 * n, n) for n in range(64)]
     tensors = receiver.receive(sender.send_many(sources, worker=worker))
     assert [raw(t) for t in tensors] == [s.tobytes() for s in sources]
     assert len(copies) == 1
-    copies.clear()
-    out = [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.usefixtures("nothing_staged")
+def test_nothing_between_the_callers_tensors_is_written(
+    sender: Sender, receiver: Receiver, worker: WorkerSpec, copies: list[int]
+) -> None:
+    sources = [random_bytes(65536 + 8 * n, n) for n in range(64)]
+    out = [destination_like(source) for source in sources]
     receiver.receive(sender.send_many(sources[::-1], worker=worker), out=out[::-1])
     assert [raw(t) for t in out] == [s.tobytes() for s in sources]
-    assert sum(copies) == sum(len(s) for s in sources)  # nothing between caller's tensors was written
+    assert sum(copies) == sum(len(s) for s in sources)
 
 
 @pytest.mark.parametrize("num_tensors", [3, 4, 5, 300])
@@ -115,14 +158,14 @@ def test_scattered_leases(
     sender: Sender, receiver: Receiver, worker: WorkerSpec, num_tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[bool] = []
-    stream = destination(receiver)._copy_stream
-    copy_batch = type(stream)._copy_batch
+    stream = destination(receiver).copy_stream
+    copy_batch = type(stream).copy_batch
 
     def noted(self: Any, runs: Sequence[Run]) -> bool:
         batches.append(copy_batch(self, runs))
         return batches[-1]
 
-    monkeypatch.setattr(type(stream), "_copy_batch", noted)
+    monkeypatch.setattr(type(stream), "copy_batch", noted)
     order = np.random.default_rng(5).permutation(num_tensors)
     sources = [random_bytes(65536 + int(n), int(n)) for n in order]
     sent = {int(n): sender.send(sources[int(n)], worker=worker) for n in order}
@@ -140,8 +183,8 @@ def test_scattered_leases(
 def test_a_driver_that_refuses_batches_gets_single_copies(
     sender: Sender, receiver: Receiver, worker: WorkerSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = destination(receiver)._copy_stream
-    stream._driver = Replacing(stream._driver, cuMemcpyBatchAsync=lambda *_: (801,))  # CUDA_ERROR_NOT_SUPPORTED
+    stream = destination(receiver).copy_stream
+    stream.driver = Replacing(stream.driver, cuMemcpyBatchAsync=lambda *_: (801,))  # CUDA_ERROR_NOT_SUPPORTED
     with caplog.at_level(logging.WARNING):
         for seed in range(2):
             sources = [random_bytes(65536, seed * 10 + n) for n in range(8)]
@@ -166,8 +209,7 @@ def test_an_arena_in_several_parts(
         sending = sender.send_streaming(random_bytes(20 * MIB, 1), worker=worker)
         assert raw(receiver.receive(sending.data)) == random_bytes(20 * MIB, 1).tobytes()
         sending.wait(20)
-        (known,) = destination(receiver)._arenas._known.values()
-        assert len(known.data) >= 64
+        assert destination(receiver).arenas.num_parts >= 64
         assert settle(lambda: sender.leases_out == 0)
 
 
@@ -186,8 +228,8 @@ def test_what_was_registered_before_a_refusal_is_let_go(
         registered.append((address, nbytes))
 
     with Receiver("cuda:0", endpoint=endpoint) as receiver, Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
-        arenas = destination(receiver)._arenas
-        monkeypatch.setattr(arenas, "_runtime", Replacing(runtime, hostRegister=refuse_the_fourth))
+        arenas = destination(receiver).arenas
+        monkeypatch.setattr(arenas, "runtime", Replacing(runtime, hostRegister=refuse_the_fourth))
         sender.connect(worker, timeout_s=20)
         source = random_bytes(5 * MIB, 1)
         assert raw(receiver.receive(sender.send(source, worker=worker))) == source.tobytes()
@@ -198,26 +240,75 @@ def test_what_was_registered_before_a_refusal_is_let_go(
             runtime.hostUnregister(address)
 
 
+@ALONE_AND_ON_GROUPS
 def test_leases_segments_and_inline_in_one_request(sender: Sender, receiver: Receiver, worker: WorkerSpec) -> None:
+    """What is staged between leases is not written over what was copied straight, in either order."""
     rng = np.random.default_rng(11)
     with Sender(TransportConfig(mode="shm", shm_min_bytes=1)) as plain:
-        for round_ in range(30):
-            sources = [random_bytes(int(n), round_) for n in rng.integers(1, 3 * MIB, rng.integers(1, 9))]
-            items = []
-            for n, source in enumerate(sources):
-                if n % 3 == 0:
+        for round_ in range(40):
+            largest = int(rng.choice([300, 70_000, 3 * MIB]))
+            sources = [random_bytes(int(n), round_) for n in rng.integers(1, largest, rng.integers(1, 9))]
+            items, streams = [], []
+            for source, kind in zip(sources, rng.integers(0, 4, len(sources)), strict=True):
+                if kind == 0:
                     items.append(sender.send(source, worker=worker))
-                elif n % 3 == 1:
+                elif kind == 1:
                     items.append(plain.send(source))
-                else:
+                elif kind == 2:
                     items.append(TensorData("uint8", source.shape, Inline(source.tobytes())))
+                else:
+                    streams.append(sender.send_streaming(source, worker=worker))
+                    items.append(streams[-1].data)
             assert [raw(t) for t in receiver.receive(items)] == [s.tobytes() for s in sources]
+            for sending in streams:
+                sending.wait(20)
 
 
+def test_windows_cut_leases_and_each_goes_back_once(
+    torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
+) -> None:
+    """What a rank of a larger group reads: parts, of which two can be of one lease; and of one lease nothing."""
+    sources = [random_bytes(n, n) for n in (5 * MIB + 1, 300, 2 * MIB, 700)]
+    opener = RequestOpener("/dev/shm", ["mmcopy-"], receiver.metrics, endpoint=receiver.endpoint, timeout_s=20)
+    starts, end = [], 0
+    for source in sources:
+        starts.append(end)
+        end += -(-len(source) // 256) * 256
+    windows = [(512, MIB), (3 * MIB, 5 * MIB + 512 + 256), (6 * MIB, 6 * MIB + 256)]
+    for round_ in range(10):
+        sent = [n for n in range(3) if n != 1 or round_ % 2 == 0]
+        items = [*sender.send_many([sources[n] for n in sent], worker=worker), sender.send(sources[3], worker=worker)]
+        if round_ % 2:
+            items.insert(1, TensorData("uint8", (300,), Inline(sources[1].tobytes())))
+        request = opener.request(items)
+        request.open_all()
+        base = destination(receiver).allocate(end)
+        base.zero_()
+        hold(torch, copy_stream_of(receiver), 3)
+        layout = place(tuple(request.sizes), tuple(starts))
+        destination(receiver).fill(request, layout, [base], tuple(windows))
+        request.close("received")
+        got = np.frombuffer(raw(base), np.uint8)
+        expected = np.zeros(end, np.uint8)
+        for start, source in zip(starts, sources, strict=True):
+            expected[start : start + len(source)] = source
+        for first, last in windows:  # what lies between the tensors is anything
+            for start, source in zip(starts, sources, strict=True):
+                part = slice(max(first, start), min(last, start + len(source)))
+                assert (got[part] == expected[part]).all()
+        outside = np.ones(end, bool)
+        for first, last in windows:
+            outside[first:last] = False
+        assert (got[outside] == 0).all()
+        assert settle(lambda: sender.leases_out == 0)
+    assert receiver.metrics.get(Counter.LEASES_RELEASED, "received") == 5 * 4 + 5 * 3
+
+
+@ALONE_AND_ON_GROUPS
 def test_a_lease_comes_back_behind_its_copy_and_not_before(
     torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
 ) -> None:
-    hold(torch, destination(receiver)._copy_stream.stream, 300)
+    hold(torch, copy_stream_of(receiver), 300)
     data = sender.send(random_bytes(MIB, 1), worker=worker)
     tensor = receiver.receive(data)  # returns while the copy waits
     time.sleep(0.05)
@@ -227,6 +318,7 @@ def test_a_lease_comes_back_behind_its_copy_and_not_before(
     assert receiver.metrics.get(Counter.LEASES_RELEASED, "received") == 1
 
 
+@ALONE_AND_ON_GROUPS
 def test_blocks_are_not_reused_under_a_slow_copy_stream(
     torch: Any, endpoint: WorkerEndpoint, receiver: Receiver, worker: WorkerSpec
 ) -> None:
@@ -234,7 +326,7 @@ def test_blocks_are_not_reused_under_a_slow_copy_stream(
     with Sender(ALWAYS, arena_bytes=4 * MIB, arena_wait_s=20) as sender:
         sender.connect(worker, timeout_s=20)
         for round_ in range(60):
-            hold(torch, destination(receiver)._copy_stream.stream, 3)
+            hold(torch, copy_stream_of(receiver), 3)
             sources = [random_bytes(MIB, round_ * 10 + n) for n in range(8)]
             tensors = []
             for source in sources:
@@ -245,6 +337,7 @@ def test_blocks_are_not_reused_under_a_slow_copy_stream(
         assert settle(lambda: sender.leases_out == 0)
 
 
+@ALONE_AND_ON_GROUPS
 def test_the_callers_stream_sees_the_bytes_without_a_host_wait(
     torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
 ) -> None:
@@ -252,13 +345,14 @@ def test_the_callers_stream_sees_the_bytes_without_a_host_wait(
     for seed in range(200):
         source = random_bytes(MIB + seed, seed)
         if seed % 10 == 0:
-            hold(torch, destination(receiver)._copy_stream.stream, 2)
+            hold(torch, copy_stream_of(receiver), 2)
         with torch.cuda.stream(stream):
             total = receiver.receive(sender.send(source, worker=worker)).sum(dtype=torch.int64)
         stream.synchronize()
         assert int(total) == int(source.sum(dtype=np.int64))
 
 
+@ALONE_AND_ON_GROUPS
 def test_a_stream_of_steps_is_followed(sender: Sender, receiver: Receiver, worker: WorkerSpec) -> None:
     for seed in range(20):
         source = random_bytes(20 * MIB + seed, seed)
@@ -270,8 +364,8 @@ def test_a_stream_of_steps_is_followed(sender: Sender, receiver: Receiver, worke
 def test_without_writes_by_the_stream_an_event_gives_leases_back(
     torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
 ) -> None:
-    destination(receiver)._copy_stream._driver = None
-    hold(torch, destination(receiver)._copy_stream.stream, 200)
+    destination(receiver).copy_stream.driver = None
+    hold(torch, copy_stream_of(receiver), 200)
     tensor = receiver.receive(sender.send(random_bytes(MIB, 1), worker=worker))
     time.sleep(0.05)
     assert sender.leases_out == 1
@@ -291,7 +385,7 @@ def test_an_arena_that_cannot_be_registered_is_staged_with_one_warning(
         raise runtime.CUDARuntimeError(2)  # cudaErrorMemoryAllocation
 
     with Receiver("cuda:0", endpoint=endpoint) as receiver:
-        monkeypatch.setattr(destination(receiver)._arenas, "_runtime", Replacing(runtime, hostRegister=refuse))
+        monkeypatch.setattr(destination(receiver).arenas, "runtime", Replacing(runtime, hostRegister=refuse))
         with caplog.at_level(logging.WARNING), Sender(ALWAYS, arena_bytes=16 * MIB) as sender:
             sender.connect(worker, timeout_s=20)
             for seed in range(3):
@@ -348,7 +442,7 @@ def test_a_sender_that_is_killed(receiver: Receiver, endpoint: WorkerEndpoint) -
 
         whole, half = handle(), handle()
         tensor = receiver.receive(whole)
-        assert settle(lambda: destination(receiver)._arenas.num_registered == 1)
+        assert settle(lambda: destination(receiver).arenas.num_registered == 1)
         timer = threading.Timer(0.3, os.kill, args=(process.pid, signal.SIGKILL))
         timer.start()
         with pytest.raises(LeaseOwnerGoneError, match="8388608"):
@@ -360,7 +454,7 @@ def test_a_sender_that_is_killed(receiver: Receiver, endpoint: WorkerEndpoint) -
         assert process.stdout is not None
         process.stdout.close()
     assert raw(tensor) == b"\x07" * MIB
-    assert settle(lambda: destination(receiver)._arenas.num_registered == 0)
+    assert settle(lambda: destination(receiver).arenas.num_registered == 0)
 
 
 def test_a_thousand_receives_allocate_nothing_pinned(

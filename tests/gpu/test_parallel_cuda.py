@@ -14,7 +14,10 @@ import pytest
 
 from mmcopy import Inline, ParallelOptions, Receiver, Sender, ShmHandle, TensorData, TransportConfig
 from mmcopy.errors import SegmentNotFoundError
+from mmcopy.receive.staging import StagingOptions
 from tests.rigs.ranks import Ranks, as_json, wanted
+
+from .test_receiver_cuda import copy_stream_of, hold, random_bytes, raw
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +35,7 @@ def torch() -> Any:
 def receiver(request: pytest.FixtureRequest, world: Any) -> Iterator[Receiver]:
     options = ParallelOptions(strategy=request.param)
     with Receiver(
-        "cuda:0", group=world, parallel=options, staging_bytes=4 * SLOT, slot_bytes=SLOT, timeout_s=20
+        "cuda:0", group=world, parallel=options, staging=StagingOptions(4 * SLOT, SLOT), timeout_s=20
     ) as receiver:
         yield receiver
 
@@ -41,28 +44,6 @@ def receiver(request: pytest.FixtureRequest, world: Any) -> Iterator[Receiver]:
 def sender(segments: Callable[[], list[str]]) -> Iterator[Sender]:
     with Sender(ALWAYS) as sender:
         yield sender
-
-
-def random_bytes(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8)
-
-
-def raw(tensor: Any) -> bytes:
-    assert str(tensor.device) == "cuda:0"
-    assert tensor.is_contiguous()
-    import torch
-
-    return bytes(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()) if tensor.numel() else b""
-
-
-def copy_stream_of(receiver: Receiver) -> Any:
-    return receiver._destination._copy_stream.stream  # type: ignore[attr-defined]
-
-
-def hold(torch: Any, stream: Any, milliseconds: int = 20) -> None:
-    """Keep ``stream`` busy for about that long."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(milliseconds * 1_500_000)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257, SLOT - 1, SLOT + 1, 11 * SLOT + 5])
@@ -173,7 +154,7 @@ def test_tokenspeed_features_move(torch: Any) -> None:
 
     sources = [torch.rand(3, 500_000), torch.arange(6).reshape(2, 3), torch.tensor(1.5)]
     before = named_files()
-    transport = EncoderFeatureTransport(staging_bytes=4 * SLOT)
+    transport = EncoderFeatureTransport(staging=StagingOptions(4 * SLOT))
     for _ in range(20):
         items = [SimpleNamespace(feature=None, feature_shm=ShmTensorHandle.publish(source)) for source in sources]
         items.append(SimpleNamespace(feature=torch.ones(5), feature_shm=None))

@@ -23,6 +23,7 @@ from mmcopy.errors import (
     SegmentNotFoundError,
     SegmentSizeError,
 )
+from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ def torch() -> Any:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with Receiver("cuda:0", staging_bytes=4 * SLOT, slot_bytes=SLOT, timeout_s=20) as receiver:
+    with Receiver("cuda:0", staging=StagingOptions(4 * SLOT, SLOT), timeout_s=20) as receiver:
         yield receiver
 
 
@@ -61,8 +62,12 @@ def raw(tensor: Any) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()) if tensor.numel() else b""
 
 
+def destination(receiver: Receiver) -> Any:
+    return receiver.destination
+
+
 def copy_stream_of(receiver: Receiver) -> Any:
-    return receiver._destination._copy_stream.stream  # type: ignore[attr-defined]
+    return destination(receiver).copy_stream.stream
 
 
 def hold(torch: Any, stream: Any, milliseconds: int = 20) -> None:
@@ -203,7 +208,7 @@ def test_receive_async_is_safe_on_the_stream_it_was_asked_on(torch: Any, sender:
 def test_many_small_tensors_come_in_one_transfer(
     monkeypatch: pytest.MonkeyPatch, sender: Sender, receiver: Receiver
 ) -> None:
-    copies = receiver._destination._copy_stream  # type: ignore[attr-defined]
+    copies = destination(receiver).copy_stream
     count = 0
     copy = copies.copy
 
@@ -256,9 +261,9 @@ def test_pinned_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch, sender
 def test_errors_in_the_middle_give_slots_and_segments_back(
     torch: Any, sender: Sender, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = receiver._destination._ring  # type: ignore[attr-defined]
-    runtime = receiver._destination._runtime  # type: ignore[attr-defined]
-    copies = receiver._destination._copy_stream  # type: ignore[attr-defined]
+    ring = destination(receiver).ring
+    copies = destination(receiver).copy_stream
+    runtime = copies.runtime
     source = random_bytes(6 * SLOT, 1)
 
     class Failing:
@@ -277,11 +282,11 @@ def test_errors_in_the_middle_give_slots_and_segments_back(
             runtime.memcpyAsync(*args)
 
     for n in (1, 3, 6):
-        monkeypatch.setattr(copies, "_runtime", Failing(n))
+        monkeypatch.setattr(copies, "runtime", Failing(n))
         with pytest.raises(DeviceError, match="cuda:0 refused a copy"):
             receiver.receive([sender.send(source), sender.send(source)])
         assert ring.num_free == ring.num_slots
-    monkeypatch.setattr(copies, "_runtime", runtime)
+    monkeypatch.setattr(copies, "runtime", runtime)
     assert raw(receiver.receive(sender.send(source))) == source.tobytes()
 
 
@@ -296,7 +301,7 @@ def test_bad_segments_leave_nothing(sender: Sender, receiver: Receiver) -> None:
 
 
 def test_a_held_copy_stream_is_a_timeout(torch: Any, sender: Sender) -> None:
-    with Receiver("cuda:0", staging_bytes=2 * SLOT, slot_bytes=SLOT, timeout_s=0.05) as receiver:
+    with Receiver("cuda:0", staging=StagingOptions(2 * SLOT, SLOT), timeout_s=0.05) as receiver:
         copy_stream = copy_stream_of(receiver)
         hold(torch, copy_stream, 1000)
         with pytest.raises(ReceiveTimeoutError, match="staging slot"):
@@ -344,7 +349,7 @@ def locked_kib() -> int:
 
 
 def test_after_close_and_devices_that_do_not_exist(torch: Any, sender: Sender) -> None:
-    receiver = Receiver("cuda:0", staging_bytes=2 * SLOT, slot_bytes=SLOT)
+    receiver = Receiver("cuda:0", staging=StagingOptions(2 * SLOT, SLOT))
     source = random_bytes(3 * SLOT, 4)
     tensor = receiver.receive(sender.send(source))
     receiver.close()
@@ -362,9 +367,7 @@ def test_a_ring_larger_than_memory_is_smaller_with_a_warning(
 ) -> None:
     import cupy
 
-    monkeypatch.setattr(
-        "mmcopy.receive.cuda.pinned._available_bytes", lambda: 40 * SLOT
-    )  # half of that would be pinned
+    monkeypatch.setattr("mmcopy.receive.cuda.pinned.available_bytes", lambda: 40 * SLOT)  # half of that would be pinned
     pinned = cupy.cuda.PinnedMemory
 
     def refuse_large(nbytes: int) -> Any:
@@ -373,7 +376,7 @@ def test_a_ring_larger_than_memory_is_smaller_with_a_warning(
         return pinned(nbytes)
 
     monkeypatch.setattr(cupy.cuda, "PinnedMemory", refuse_large)
-    with Receiver("cuda:0", staging_bytes=1 << 50, slot_bytes=SLOT) as receiver:
+    with Receiver("cuda:0", staging=StagingOptions(1 << 50, SLOT)) as receiver:
         (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert message.startswith(f"pinned {5 * SLOT} bytes of staging memory, {1 << 50} were asked for")
         source = random_bytes(5 * SLOT, 1)
@@ -382,7 +385,7 @@ def test_a_ring_larger_than_memory_is_smaller_with_a_warning(
 
 def test_nvtx_and_timings(sender: Sender) -> None:
     metrics = Metrics(timings=True)
-    with Receiver("cuda:0", staging_bytes=2 * SLOT, slot_bytes=SLOT, metrics=metrics, nvtx=True) as receiver:
+    with Receiver("cuda:0", staging=StagingOptions(2 * SLOT, SLOT), metrics=metrics, nvtx=True) as receiver:
         source = random_bytes(9 * SLOT, 1)
         assert raw(receiver.receive(sender.send(source))) == source.tobytes()
     assert {"receive", "open", "move", "close"} <= metrics.timings().keys()
@@ -430,7 +433,7 @@ def test_no_context_on_another_device(torch: Any, segments: Callable[[], list[st
 def test_two_devices_at_once(torch: Any, sender: Sender) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    options = {"staging_bytes": 4 * SLOT, "slot_bytes": SLOT}
+    options = {"staging": StagingOptions(4 * SLOT, SLOT)}
     with Receiver("cuda:0", **options) as first, Receiver("cuda:1", **options) as second:  # type: ignore[arg-type]
         for seed in range(50):
             sources = [random_bytes(3 * SLOT + seed, seed * 2 + n) for n in range(2)]

@@ -165,9 +165,9 @@ def test_ranks_that_went_on_tell_the_late_one(ranks: Ranks, sender: Sender) -> N
     assert [answers[rank].get("tensors", answers[rank]) for rank in range(SIZE)] == [RIGHT] * SIZE
 
 
-def test_receivers_of_one_group_count_together(ranks: Ranks, sender: Sender) -> None:
+def test_receivers_of_one_group_count_together(ranks: Ranks, sender: Sender, shm: pathlib.Path) -> None:
     """A rank is late with one receiver while the others are at another, which has had far fewer receives."""
-    ranks.all("make", name="new", options={"shm_dir": str(sender._shm_dir), "timeout_s": LIMIT_S})
+    ranks.all("make", name="new", options={"shm_dir": str(shm), "timeout_s": LIMIT_S})
     for strategy, late in (("broadcast", {"delay_s": 1.5 * LIMIT_S}), ("new", {})):
         for rank, command in enumerate(commands(strategy, [sender.send(RAW)], {}, late)):
             ranks.send(rank, command or {})

@@ -18,7 +18,7 @@ from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import LeaseAbortedError, LeaseTimeoutError
 from mmcopy.metrics import Counter
 from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
-from mmcopy.receive.request import LeaseOpener, LeaseRequest, LeaseSource, SourceOpener
+from mmcopy.receive.request import LeaseSource, Request, RequestOpener
 from tests.rigs.waiting import settle
 
 MIB = 1 << 20
@@ -96,16 +96,21 @@ class Rig:
         self.worker = WorkerSpec("grpc://127.0.0.1:1", labels={"mmcopy_endpoint": self.endpoint.path})
         self.sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=16 * MIB, num_threads=2)
         self.sender.connect(self.worker, timeout_s=20)
-        leases = LeaseOpener(self.endpoint, self.metrics, timeout_s=20)
-        self.opener = SourceOpener("/dev/shm", ["mmcopy-"], self.metrics, leases=leases)
+        self.opener = RequestOpener("/dev/shm", ["mmcopy-"], self.metrics, endpoint=self.endpoint, timeout_s=20)
+        self.requests: list[Request] = []
         self.device = Device(writes_words=writes_words)
         self.direct = DirectCopies(self.device, timeout_s=limit_s, metrics=self.metrics)
-        self.when_queued: list[int] = []
         self._kept: list[np.ndarray[Any, Any]] = []  # a test may end before its copies
 
     def open(self, *items: TensorData) -> list[LeaseSource]:
-        sources = self.opener.open_all(items)
-        return [source for source in sources if isinstance(source, LeaseSource)]
+        self.requests.append(self.opener.request(items))
+        self.requests[-1].open_all()
+        return [source for source in self.requests[-1].sources if isinstance(source, LeaseSource)]
+
+    def close_requests(self, why: str) -> None:
+        for request in self.requests:
+            request.close(why)
+        self.requests.clear()
 
     def send(self, *arrays: np.ndarray[Any, Any]) -> list[LeaseSource]:
         return self.open(*self.sender.send_many(arrays, worker=self.worker))
@@ -120,14 +125,15 @@ class Rig:
         return source, writer
 
     def run(self, readings: list[Reading], *, is_packed: bool = True) -> None:
-        self.direct.run(readings, is_packed=is_packed, when_queued=self.queued)
+        begun: list[LeaseSource] = []
+        try:
+            self.direct.follow(self.direct.copy(readings, begun, is_packed=is_packed), begun)
+        finally:
+            self.direct.release_behind(begun)
 
     def dest(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         self._kept.append(np.zeros(nbytes, np.uint8))
         return self._kept[-1]
-
-    def queued(self) -> None:
-        self.when_queued.append(len(self.device.copies))
 
     @property
     def leases_out(self) -> int:
@@ -137,6 +143,7 @@ class Rig:
         self.device.finish()
         self.direct.close(time.monotonic() + 20)
         self.device.close()
+        self.close_requests("received")
         assert settle(lambda: self.leases_out == 0)
         self.sender.close()
         self.endpoint.close()
@@ -168,8 +175,8 @@ def test_parts_of_leases_are_copied_and_nothing_else(rig: Rig) -> None:
     for n, start, nbytes, to in parts:
         wanted[to : to + nbytes] = arrays[n][start : start + nbytes]
     assert (dest == wanted).all()
-    assert rig.when_queued == [4]
-    rig.opener.close(sources, "received")  # the one of which nothing was read
+    assert len(rig.device.copies) == 4
+    rig.close_requests("received")  # also the lease of which nothing was read
 
 
 def test_neighbours_are_one_copy_also_where_a_window_cuts_them(rig: Rig) -> None:
@@ -179,7 +186,7 @@ def test_neighbours_are_one_copy_also_where_a_window_cuts_them(rig: Rig) -> None
     rig.run([(sources[0], 256, 744, at), (sources[1], 0, 513, at + 768), (sources[2], 0, 1000, at + 1536)])
     assert [run.nbytes for run in rig.device.copies] == [2536]
     rig.run([], is_packed=True)
-    assert rig.when_queued == [1, 1]
+    assert len(rig.device.copies) == 1
 
 
 def test_a_lease_of_two_copies_goes_back_once_and_behind_the_last(rig: Rig) -> None:
@@ -189,11 +196,11 @@ def test_a_lease_of_two_copies_goes_back_once_and_behind_the_last(rig: Rig) -> N
     at = dest.ctypes.data
     begun: list[LeaseSource] = []
     readings = [(sources[0], 0, 1000, at), (sources[1], 0, 10, at + 1024)]
-    rig.direct.copy(readings, begun, is_packed=True, when_queued=rig.queued)
+    rig.direct.copy(readings, begun, is_packed=True)
     assert (rig.device.words, rig.device.events) == (0, [])
-    rig.direct.copy([(sources[0], 50_000, 50_000, at + 2048)], begun, is_packed=True, when_queued=rig.queued)
-    rig.direct.mark(begun)
-    rig.opener.close(sources, "received")  # as a receiver does, while the copies wait
+    rig.direct.copy([(sources[0], 50_000, 50_000, at + 2048)], begun, is_packed=True)
+    rig.direct.release_behind(begun)
+    rig.close_requests("received")  # as a receiver does, while the copies wait
     assert rig.leases_out == 2
     rig.device.finish()
     assert settle(lambda: rig.leases_out == 0)
@@ -259,20 +266,28 @@ def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None
 
     lease: Any = HalfWritten(MIB, seen)
     data = TensorData("uint8", (4 * MIB,), Inline(bytes(4 * MIB)))
-    request = LeaseRequest(None, Metrics(), deadline=0.0)
+    request = RequestOpener("/dev/shm", [], Metrics()).request([])
     source = LeaseSource(data, None, lease, 1 << 40, request)  # type: ignore[arg-type]
     direct = DirectCopies(Link(), timeout_s=1.0, metrics=Metrics())
-    direct.run([(source, 1000, MIB - 1001, 7)], is_packed=True, when_queued=lambda: None)
+
+    def run(reading: Reading) -> None:
+        begun: list[LeaseSource] = []
+        try:
+            direct.follow(direct.copy([reading], begun, is_packed=True), begun)
+        finally:
+            direct.release_behind(begun)
+
+    run((source, 1000, MIB - 1001, 7))
     assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
     assert lease.handed_on == 1
     with pytest.raises(LeaseTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
-        direct.run([(source, MIB - 1, 2, 7)], is_packed=True, when_queued=lambda: None)
+        run((source, MIB - 1, 2, 7))
     assert (len(queued), lease.handed_on) == (1, 2)
 
 
 def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
     rig.device.gate.clear()
-    whole, untouched = rig.send(random_bytes(2 * MIB), random_bytes(7))
+    whole, _ = rig.send(random_bytes(2 * MIB), random_bytes(7))
     given_up, writer = rig.unwritten(MIB)
     timer = threading.Timer(0.1, writer.abort)
     timer.start()
@@ -282,7 +297,7 @@ def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
         rig.run([(whole, 0, 2 * MIB, at), (given_up, 5, 10, at)])
     timer.join()
     del writer
-    rig.opener.close([whole, given_up, untouched], "released")
+    rig.close_requests("released")
     assert settle(lambda: rig.leases_out == 2)  # the copy of the first, and what reads the second, may still run
     rig.device.finish()
     assert (dest == random_bytes(2 * MIB)).all()
@@ -308,7 +323,7 @@ def test_leases_of_copies_that_do_not_end_are_kept_until_they_do(
         sources = rig.send(*(random_bytes(1000, n) for n in range(num_leases)))
         dest = rig.dest(1000).ctypes.data
         rig.run([(source, 0, 1000, dest) for source in sources])
-        rig.opener.close(sources, "received")
+        rig.close_requests("received")
     said = "copies out of an arena have not ended within 0.1 s: {} leases are kept until they have"
     assert settle(lambda: [r.getMessage() for r in caplog.records] == [said.format(3), said.format(2)])
     assert rig.leases_out == 5

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmcopy import Inline, TensorData
-from mmcopy.receive.plan import layout, strides_of, views_into
+from mmcopy.receive.plan import pack, strides_of, views_into
 from mmcopy.tensors import DTYPES
 
 
@@ -18,30 +18,25 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
-class Item(NamedTuple):
-    data: TensorData
-
-
 SHAPES = st.sampled_from([(), (0,), (1,), (64,), (256,), (3, 0, 2), (2, 128), (1, 1, 256), (7, 11), (4, 3, 64)])
 RUNS = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES, st.integers(1, 5)), min_size=1, max_size=6)
 
 
-def item(dtype: str, shape: tuple[int, ...]) -> Item:
+def item(dtype: str, shape: tuple[int, ...]) -> TensorData:
     nbytes = DTYPES[dtype]
     for n in shape:
         nbytes *= n
-    return Item(TensorData(dtype, shape, Inline(bytes(nbytes))))
+    return TensorData(dtype, shape, Inline(bytes(nbytes)))
 
 
 @given(runs=RUNS)
 def test_each_is_its_bytes(torch: Any, runs: list[tuple[str, tuple[int, ...], int]]) -> None:
     items = [item(dtype, shape) for dtype, shape, count in runs for _ in range(count)]
-    starts, total = layout([each.data.nbytes for each in items])
-    base = torch.arange(total, dtype=torch.int64).to(torch.uint8)
-    tensors = views_into(base, starts, items)
+    layout = pack(tuple(each.nbytes for each in items))
+    base = torch.arange(layout.nbytes, dtype=torch.int64).to(torch.uint8)
+    tensors = views_into(base, layout.starts, items)
     assert len(tensors) == len(items)
-    for tensor, start, each in zip(tensors, starts, items, strict=True):
-        data = each.data
+    for tensor, start, data in zip(tensors, layout.starts, items, strict=True):
         assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{data.dtype}", data.shape)
         assert tensor.is_contiguous()
         assert tensor.stride() == torch.empty(data.shape, device="meta").stride()
@@ -54,8 +49,8 @@ def test_each_is_its_bytes(torch: Any, runs: list[tuple[str, tuple[int, ...], in
 def test_equal_neighbours_are_the_callers_own(torch: Any) -> None:
     """What torch counts as one of several views of a call may not be changed in place where gradients are wanted."""
     items = [item("float32", (4, 64))] * 3
-    starts, total = layout([each.data.nbytes for each in items])
-    tensors = views_into(torch.zeros(total, dtype=torch.uint8), starts, items)
+    layout = pack(tuple(each.nbytes for each in items))
+    tensors = views_into(torch.zeros(layout.nbytes, dtype=torch.uint8), layout.starts, items)
     weight = torch.ones(4, 64, requires_grad=True)
     tensors[1].add_(weight)
     tensors[1].sum().backward()

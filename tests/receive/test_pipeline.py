@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mmcopy import Inline, MmcopyError, Sender, TensorData, TransportConfig, _native
 from mmcopy.errors import ReceiveTimeoutError, SegmentSizeError
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.receive.plan import plan_packed, plan_scattered
-from mmcopy.receive.request import Source, SourceOpener
+from mmcopy.receive.plan import CopyPlan, extents, pack, plan_chunks, scatter
+from mmcopy.receive.request import Request, RequestOpener
 from mmcopy.receive.staging import Pipeline, Slot, StagingRing
 
 
@@ -51,7 +51,7 @@ class Device:
             raise ConnectionError("the device refuses")
         self._work.put(lambda: ctypes.memmove(dst, src, nbytes))
 
-    def mark(self, slot: Slot) -> None:
+    def record(self, slot: Slot) -> None:
         event = slot.event
         assert isinstance(event, Mark)
         event.reached.clear()
@@ -85,27 +85,22 @@ class Rig:
         self.metrics = Metrics(timings=True)
         self.pipeline = Pipeline(self.device, self.ring, self.pool, device="test", metrics=self.metrics)
         self.slot_bytes = slot_bytes
-        self.while_copying = 0
         self._kept: list[np.ndarray[Any, Any]] = []
 
-    def run(self, sources: list[Source], *, scattered: bool = False, limit_s: float = 20.0) -> list[bytes]:
+    def run(self, request: Request, *, is_scattered: bool = False, limit_s: float = 20.0) -> list[bytes]:
         """The sources' bytes as they came to the device."""
-        sizes = tuple(source.data.nbytes for source in sources)
-        plan = (plan_scattered if scattered else plan_packed)(sizes, chunk_bytes=self.slot_bytes)
-        dests = [np.zeros(n, np.uint8) for n in sizes] if scattered else [np.zeros(plan.dest_nbytes, np.uint8)]
-
+        sizes = tuple(request.sizes)
+        layout = scatter(sizes) if is_scattered else pack(sizes)
+        plan = CopyPlan((), *plan_chunks(extents(layout), chunk_bytes=self.slot_bytes))
+        dests = [np.zeros(n, np.uint8) for n in (sizes if is_scattered else [layout.nbytes])]
         self._kept += dests  # copies that were queued before an error still run
-
-        def while_copying() -> None:
-            self.while_copying += 1
-
         if plan.num_chunks:
-            with self.pipeline.begin(plan, sources, deadline=time.monotonic() + limit_s) as filling:
-                filling.send([dest.ctypes.data for dest in dests], while_copying=while_copying)
+            with self.pipeline.begin(plan, request, deadline=time.monotonic() + limit_s) as filling:
+                filling.send([dest.ctypes.data for dest in dests])
         self.device.finish()
-        if scattered:
+        if is_scattered:
             return [dest.tobytes() for dest in dests]
-        return [dests[0][start : start + n].tobytes() for start, n in zip(plan.starts, sizes, strict=True)]
+        return [dests[0][start : start + n].tobytes() for start, n in zip(layout.starts, sizes, strict=True)]
 
     def close(self) -> None:
         self.device.close()
@@ -130,32 +125,27 @@ def random_bytes(n: int, seed: int) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8).tobytes()
 
 
-def sources_of(payloads: list[bytes], shm_dir: pathlib.Path, *, shared: Callable[[int], bool]) -> list[Source]:
+def request_of(payloads: list[bytes], shm_dir: pathlib.Path, *, shared: Callable[[int], bool]) -> Request:
     with Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=shm_dir) as sender:
         items = [
             sender.send(payload) if shared(n) else TensorData("uint8", (len(payload),), Inline(payload))
             for n, payload in enumerate(payloads)
         ]
-    return SourceOpener(str(shm_dir), ["mmcopy-"], Metrics()).open_all(items)
+    request = RequestOpener(str(shm_dir), ["mmcopy-"], Metrics()).request(items)
+    request.open_all()
+    return request
 
 
-def close(sources: list[Source]) -> None:
-    for source in sources:
-        source.remove("received")
-        if isinstance(source.native, _native.Segment):
-            source.native.close()
-
-
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("is_scattered", [False, True])
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 16384, 100_001])
-def test_edge_sizes(rig: Callable[..., Rig], shm_dir: pathlib.Path, nbytes: int, scattered: bool) -> None:
+def test_edge_sizes(rig: Callable[..., Rig], shm_dir: pathlib.Path, nbytes: int, is_scattered: bool) -> None:
     payloads = [random_bytes(nbytes, 1), random_bytes(nbytes, 2)]
-    sources = sources_of(payloads, shm_dir, shared=lambda n: n == 0)
+    request = request_of(payloads, shm_dir, shared=lambda n: n == 0)
     it = rig()
-    assert it.run(sources, scattered=scattered) == payloads
-    assert it.while_copying == (1 if nbytes else 0)
+    assert it.run(request, is_scattered=is_scattered) == payloads
+    assert request.metrics.get(Counter.SEGMENTS_REMOVED) == (1 if nbytes else 0)
     assert it.ring.num_free == 4
-    close(sources)
+    request.close("received")
 
 
 @given(
@@ -166,15 +156,18 @@ def test_edge_sizes(rig: Callable[..., Rig], shm_dir: pathlib.Path, nbytes: int,
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_random_requests(sizes: list[int], num_slots: int, slot_bytes: int, num_threads: int, scattered: bool) -> None:
+def test_random_requests(
+    sizes: list[int], num_slots: int, slot_bytes: int, num_threads: int, is_scattered: bool
+) -> None:
     payloads = [random_bytes(n, i) for i, n in enumerate(sizes)]
     it = Rig(num_slots, slot_bytes, num_threads)
     try:
-        sources: list[Any] = SourceOpener("/dev/shm", ["mmcopy-"], Metrics()).open_all(
+        request = RequestOpener("/dev/shm", ["mmcopy-"], Metrics()).request(
             [TensorData("uint8", (len(p),), Inline(p)) for p in payloads]
         )
+        request.open_all()
         for _ in range(3):  # slots are reused with copies under way
-            assert it.run(sources, scattered=scattered) == payloads
+            assert it.run(request, is_scattered=is_scattered) == payloads
     finally:
         it.close()
 
@@ -182,74 +175,72 @@ def test_random_requests(sizes: list[int], num_slots: int, slot_bytes: int, num_
 def test_a_slot_is_not_refilled_before_its_copy(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
     """The device stands still until every slot is filled: the bytes of the first slots must survive."""
     payload = random_bytes(40 * 4096, 3)
-    sources = sources_of([payload], shm_dir, shared=lambda n: True)
+    request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.gate.clear()
     threading.Timer(0.1, it.device.gate.set).start()
-    assert it.run(sources) == [payload]
+    assert it.run(request) == [payload]
     assert it.metrics.get(Counter.SLOT_WAITS, "test") == it.metrics.timings()["slot_wait"].count > 0
-    close(sources)
+    request.close("received")
 
 
 def test_a_device_that_stands_still_is_a_timeout_and_the_next_request_works(
     rig: Callable[..., Rig], shm_dir: pathlib.Path
 ) -> None:
     payload = random_bytes(20 * 4096, 4)
-    sources = sources_of([payload], shm_dir, shared=lambda n: True)
+    request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.gate.clear()
     with pytest.raises(ReceiveTimeoutError, match="staging slot did not end in time"):
-        it.run(sources, limit_s=0.1)
+        it.run(request, limit_s=0.1)
     assert it.ring.num_free == 4
     it.device.finish()
-    assert it.run(sources) == [payload]
-    close(sources)
+    assert it.run(request) == [payload]
+    request.close("received")
 
 
 @pytest.mark.parametrize("at", [1, 3, 20])
 def test_a_refused_copy_gives_the_slots_back(rig: Callable[..., Rig], shm_dir: pathlib.Path, at: int) -> None:
     payload = random_bytes(20 * 4096, 5)
-    sources = sources_of([payload], shm_dir, shared=lambda n: True)
+    request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.refuse_at = at
     with pytest.raises(ConnectionError, match="refuses"):
-        it.run(sources)
+        it.run(request)
     assert it.ring.num_free == 4
     it.device.finish()
-    assert it.run(sources) == [payload]
-    close(sources)
+    assert it.run(request) == [payload]
+    request.close("received")
 
 
 def test_a_peer_that_truncates_is_one_error(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
-    sources = sources_of([random_bytes(20 * 4096, 6)], shm_dir, shared=lambda n: True)
+    request = request_of([random_bytes(20 * 4096, 6)], shm_dir, shared=lambda n: True)
     (segment,) = [path for path in shm_dir.iterdir() if path.suffix != ".lock"]
     with segment.open("r+b") as file:
         file.truncate(9 * 4096 + 5)
     it = rig()
     with pytest.raises(SegmentSizeError):
-        it.run(sources)
+        it.run(request)
     assert it.ring.num_free == 4
-    close(sources)
+    request.close("received")
 
 
 def test_an_error_while_copying_stops_the_threads(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
     payload = random_bytes(20 * 4096, 7)
-    sources = sources_of([payload], shm_dir, shared=lambda n: True)
+    request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
 
-    def fail() -> None:
-        raise MmcopyError("on purpose")
+    class Failing(Request):
+        def unlink(self, why: str = "received") -> None:
+            raise MmcopyError("on purpose")
 
-    plan = plan_packed((len(payload),), chunk_bytes=4096)
-    dest = np.zeros(plan.dest_nbytes, np.uint8)
-    with (
-        pytest.raises(MmcopyError, match="on purpose"),
-        it.pipeline.begin(plan, sources, deadline=time.monotonic() + 5) as filling,
-    ):
-        filling.send([dest.ctypes.data], while_copying=fail)
+    failing = Failing(RequestOpener(str(shm_dir), ["mmcopy-"], Metrics()), request.items)
+    failing.sources, failing.sizes = request.sources, request.sizes
+    with pytest.raises(MmcopyError, match="on purpose"):
+        it.run(failing)
     assert it.ring.num_free == 4
-    assert it.run(sources) == [payload]
-    close(sources)
+    assert it.run(request) == [payload]
+    request.close("received")
 
 
 def test_two_requests_at_once_share_the_ring(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
@@ -260,9 +251,9 @@ def test_two_requests_at_once_share_the_ring(rig: Callable[..., Rig], shm_dir: p
         right = True
         for n in range(10):
             payload = random_bytes(4096 * 15 + n, seed * 100 + n)
-            sources = sources_of([payload], shm_dir, shared=lambda n: True)
-            right = right and it.run(sources) == [payload]
-            close(sources)
+            request = request_of([payload], shm_dir, shared=lambda n: True)
+            right = right and it.run(request) == [payload]
+            request.close("received")
         outcomes[seed] = right
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]

@@ -8,16 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcopy.receive.group import ItemFacts, ParallelOptions, plan_group
-from mmcopy.receive.plan import ALIGN_BYTES, Part, ReceivePlan, Transfer, parts_in, plan_windows
+from mmcopy.receive.plan import ALIGN_BYTES, CopyPlan, Extent, SlotCopy, Windows, extents, place, plan_chunks
+
+
+def staged_plan(sizes: tuple[int, ...], starts: tuple[int, ...], *, windows: Windows, chunk_bytes: int) -> CopyPlan:
+    return CopyPlan((), *plan_chunks(extents(place(sizes, starts), windows), chunk_bytes=chunk_bytes))
+
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def test_a_window_cuts_a_tensor_and_a_tensor_lies_in_two_windows() -> None:
     sizes, starts = (1000, 0, 256), (256, 1280, 0)
-    parts = parts_in(sizes, starts, windows=((0, 512), (768, 1024), (1024, 1024), (1280, 4096)))
-    assert parts == (Part(2, 0, 0, 0, 256), Part(0, 0, 0, 256, 256), Part(0, 1, 512, 768, 256))
-    assert parts_in(sizes, starts, windows=()) == ()
+    parts = extents(place(sizes, starts), ((0, 512), (768, 1024), (1024, 1024), (1280, 4096)))
+    assert parts == (Extent(2, 0, 0, 0, 0, 256), Extent(0, 0, 0, 0, 256, 256), Extent(0, 0, 1, 512, 768, 256))
+    assert extents(place(sizes, starts), ()) == ()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,7 @@ def test_what_each_rank_reads_of_which_lease(strategy: str, parts: list[list[tup
     items = tuple(ItemFacts(nbytes, "uint8", True) for nbytes in (3000, 70, 5000))
     plan = plan_group(items, size=2, options=ParallelOptions(strategy=strategy))
     for rank in range(2):
-        found = parts_in((3000, 70, 5000), plan.starts, windows=tuple(plan.windows(rank)))
+        found = extents(place((3000, 70, 5000), plan.starts), tuple(plan.windows(rank)))
         assert [(part.source, part.source_start, part.nbytes) for part in found] == parts[rank]
 
 
@@ -43,32 +48,32 @@ def test_a_rank_that_reads_for_others_reads_a_share_and_a_broadcast() -> None:
     plan = plan_group(items, size=2, options=ParallelOptions(strategy="scatter"), reachable=reachable)
     assert [section.strategy.value for section in plan.sections] == ["scatter", "broadcast"]
     assert plan.windows(1) == [(1536, 3584)]  # they touch, and are one
-    found = parts_in((1024, 2048, 512), plan.starts, windows=tuple(plan.windows(1)))
-    assert found == (Part(1, 0, 512, 1536, 1536), Part(2, 0, 0, 3072, 512))
+    found = extents(place((1024, 2048, 512), plan.starts), tuple(plan.windows(1)))
+    assert found == (Extent(1, 0, 0, 512, 1536, 1536), Extent(2, 0, 0, 0, 3072, 512))
 
 
-def test_a_transfer_ends_where_something_else_lies() -> None:
-    """24 bytes, then 1000 that are read in place, then 8: one chunk, two transfers."""
-    plan = plan_windows((24, 8), (0, 1280), windows=((0, 2048),), chunk_bytes=4096)
-    assert plan.transfers == ((Transfer(0, 0, 0, 24), Transfer(0, 1280, 1280, 8)),)
-    plan = plan_windows((24, 1000, 8), (0, 256, 1280), windows=((0, 2048),), chunk_bytes=4096)
-    assert plan.transfers == ((Transfer(0, 0, 0, 1288),),)
+def test_a_copy_ends_where_something_else_lies() -> None:
+    """24 bytes, then 1000 that are read in place, then 8: one chunk, two copys."""
+    plan = staged_plan((24, 8), (0, 1280), windows=((0, 2048),), chunk_bytes=4096)
+    assert plan.copies == ((SlotCopy(0, 0, 0, 24), SlotCopy(0, 1280, 256, 8)),)
+    plan = staged_plan((24, 1000, 8), (0, 256, 1280), windows=((0, 2048),), chunk_bytes=4096)
+    assert plan.copies == ((SlotCopy(0, 0, 0, 1288),),)
 
 
-def staged(plan: ReceivePlan, contents: list[Bytes], dest: Bytes, *, chunk_bytes: int) -> None:
+def staged(plan: CopyPlan, contents: list[Bytes], dest: Bytes, *, chunk_bytes: int) -> None:
     """As the pipeline does, with slots full of what was there before."""
-    assert [piece.chunk for piece in plan.pieces] == sorted(piece.chunk for piece in plan.pieces)
-    assert {piece.chunk for piece in plan.pieces} == set(range(plan.num_chunks))
+    assert [fill.chunk for fill in plan.fills] == sorted(fill.chunk for fill in plan.fills)
+    assert {fill.chunk for fill in plan.fills} == set(range(plan.num_chunks))
     for chunk in range(plan.num_chunks):
         slot = np.zeros(chunk_bytes, np.uint8)
-        for piece in plan.pieces:
-            if piece.chunk == chunk:
-                part = contents[piece.source][piece.source_start : piece.source_start + piece.nbytes]
-                slot[piece.slot_start : piece.slot_start + piece.nbytes] = part
-        for transfer in plan.transfers[chunk]:
-            assert transfer.slot_start + transfer.nbytes <= chunk_bytes
-            dest[transfer.dest_start : transfer.dest_start + transfer.nbytes] = slot[
-                transfer.slot_start : transfer.slot_start + transfer.nbytes
+        for fill in plan.fills:
+            if fill.chunk == chunk:
+                part = contents[plan.staged[fill.source]][fill.source_start : fill.source_start + fill.nbytes]
+                slot[fill.slot_start : fill.slot_start + fill.nbytes] = part
+        for copy in plan.copies[chunk]:
+            assert copy.slot_start + copy.nbytes <= chunk_bytes
+            dest[copy.dest_start : copy.dest_start + copy.nbytes] = slot[
+                copy.slot_start : copy.slot_start + copy.nbytes
             ]
 
 
@@ -92,13 +97,13 @@ def test_windows_are_filled_and_nothing_outside_of_them(
     contents = [np.random.default_rng(n).integers(1, 256, size, np.uint8) for n, size in enumerate(sizes)]
     in_place = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     rest = [n for n in range(len(sizes)) if n not in in_place]
-    plan = plan_windows(
+    plan = staged_plan(
         tuple(sizes[n] for n in rest), tuple(starts[n] for n in rest), windows=windows, chunk_bytes=chunk_bytes
     )
     dest = np.zeros(end, np.uint8)
 
     def directly() -> None:
-        for part in parts_in(tuple(sizes), tuple(starts), windows=windows):
+        for part in extents(place(tuple(sizes), tuple(starts)), windows):
             if part.source in in_place:
                 run = contents[part.source][part.source_start : part.source_start + part.nbytes]
                 dest[part.dest_start : part.dest_start + part.nbytes] = run

@@ -27,6 +27,7 @@ from mmcopy.errors import (
     SegmentNotFoundError,
     SegmentSizeError,
 )
+from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
 
 EDGES = [0, 1, 4095, 4096, 4097, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 3]
@@ -249,14 +250,14 @@ def test_a_peer_that_truncates_cannot_raise_sigbus(
     data = sender.send(random_bytes(1 << 20))
     assert isinstance(data.payload, ShmHandle)
     path = shm_dir / data.payload.name
-    destination = receiver._destination
-    move = destination.move
+    destination = receiver.destination
+    receive = destination.receive
 
-    def truncate_first(sources: Any, **options: Any) -> Any:
+    def truncate_first(*args: Any) -> Any:
         os.truncate(path, 4096)
-        return move(sources, **options)
+        return receive(*args)
 
-    monkeypatch.setattr(destination, "move", truncate_first)
+    monkeypatch.setattr(destination, "receive", truncate_first)
     with pytest.raises(SegmentSizeError, match="1048576"):
         receiver.receive(data)
 
@@ -302,8 +303,7 @@ def test_a_tensor_larger_than_memory_is_one_error(receiver: Receiver, shm_dir: p
         ("cuda:99", {}, DeviceError, "cuda:99"),
         ("cpu", {"num_threads": 0}, ConfigError, "Receiver.num_threads is 0, want a whole number, 1 or more"),
         ("cpu", {"num_threads": 1.5}, ConfigError, "Receiver.num_threads is 1.5"),
-        ("cpu", {"staging_bytes": 0}, ConfigError, "Receiver.staging_bytes is 0"),
-        ("cpu", {"slot_bytes": 4095}, ConfigError, "Receiver.slot_bytes is 4095, want a whole number, 4096 or more"),
+        ("cpu", {"accept_prefixes": "mmcopy-"}, ConfigError, "Receiver.accept_prefixes is 'mmcopy-', want a sequence"),
         ("cpu", {"timeout_s": 0}, ConfigError, "Receiver.timeout_s is 0, want seconds, more than 0"),
         ("cpu", {"timeout_s": float("nan")}, ConfigError, "Receiver.timeout_s is nan"),
     ],
@@ -312,6 +312,18 @@ def test_devices_that_are_none(device: str, options: dict[str, Any], error: type
     with pytest.raises(error, match=why):
         Receiver(device, **options)
     assert Receiver(torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"staging_bytes": 0}, "StagingOptions.staging_bytes is 0"),
+        ({"slot_bytes": 4095}, "StagingOptions.slot_bytes is 4095, want a whole number, 4096 or more"),
+    ],
+)
+def test_staging_options_are_checked(options: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        StagingOptions(**options)
 
 
 @pytest.mark.parametrize("items", [None, 3, "ab", b"ab"])

@@ -115,8 +115,8 @@ def receive(command: dict[str, Any]) -> dict[str, Any]:
             if "cut" in command:
                 stack.enter_context(cutting(receiver, command["cut"]))
             if "die_reading" in command:
-                destination: Any = receiver._destination
-                destination.read_windows = lambda *_, **__: die({})
+                destination: Any = receiver.destination
+                destination.fill = lambda *_, **__: die({})
             if "owners" in command:
                 tensors = receiver.receive_owned(items, command["owners"])
             else:
@@ -140,19 +140,19 @@ def receive(command: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def cutting(receiver: Receiver, path: str) -> Iterator[None]:
     """The file at ``path`` loses its second half between the agreement and this rank's reading."""
-    destination: Any = receiver._destination
-    read_windows = destination.read_windows
+    destination: Any = receiver.destination
+    fill = destination.fill
     with Path(path).open("r+b") as file:
 
         def cut_and_read(*args: Any, **options: Any) -> None:
             file.truncate(os.fstat(file.fileno()).st_size // 2)
-            read_windows(*args, **options)
+            fill(*args, **options)
 
-        destination.read_windows = cut_and_read
+        destination.fill = cut_and_read
         try:
             yield
         finally:
-            del destination.read_windows
+            del destination.fill
 
 
 def receive_async(command: dict[str, Any]) -> dict[str, Any]:

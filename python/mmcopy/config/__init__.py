@@ -12,6 +12,7 @@ from .environment import Environment, default_num_threads, read_environment, war
 from .mode import TransportMode, parse_mode
 from .numbers import LONGEST_S, parse_count, parse_min_bytes, parse_seconds, parse_size
 from .own_variables import OWN_NAMES, read_own_variables
+from .prefixes import ACCEPT_PREFIXES, check_accepted, parse_prefixes
 from .router import RouterConfig, transport_from_dict, worker_from_dict
 from .smg_variables import MODALITIES, SMG_NAMES
 from .transport import DEFAULT_PROBE_MAX_AGE_S, DEFAULT_SHM_MIN_BYTES, ResolvedTransport, TransportConfig
@@ -19,6 +20,7 @@ from .worker import ENDPOINT_LABEL, ENGINES, NAMESPACE_LABEL, UID_LABEL, Role, W
 from .yaml_file import load_config
 
 __all__ = [
+    "ACCEPT_PREFIXES",
     "DEFAULT_PROBE_MAX_AGE_S",
     "DEFAULT_SHM_MIN_BYTES",
     "ENDPOINT_LABEL",
@@ -38,11 +40,13 @@ __all__ = [
     "TransportMode",
     "WorkerSpec",
     "add_transport_args",
+    "check_accepted",
     "default_num_threads",
     "load_config",
     "parse_count",
     "parse_min_bytes",
     "parse_mode",
+    "parse_prefixes",
     "parse_seconds",
     "parse_size",
     "read_environment",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import numpy as np
 from mmcopy.errors import DeviceError, DeviceMemoryError, MissingDependencyError
 from mmcopy.tensors import TensorData
 
-from .plan import parts_in
-from .request import ByteArray, Described, Source
+from .plan import Layout, Windows, extents, scatter
+from .request import ByteArray, Request
 
 if TYPE_CHECKING:
     import torch
@@ -23,31 +23,34 @@ __all__ = ["NumpyDestination", "TorchDestination"]
 
 
 class _HostDestination:
-    """What the two frameworks share: allocate, fill, check what the caller brings."""
-
-    array_type: type
+    """What the two frameworks share. Each new tensor is an allocation of its own."""
 
     def __init__(self, *, num_threads: int) -> None:
         self._num_threads = num_threads
 
-    def move(
-        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
-    ) -> list[Any]:
-        """The sources' bytes in new arrays, or in ``out``, checked by :meth:`check_out`. Blocks until all is there."""
-        arrays = [self.allocate(source.data) for source in sources] if out is None else list(out)
-        while_copying()
-        for source, array in zip(sources, arrays, strict=True):
-            source.read_into(self.flat(array), num_threads=self._num_threads)
+    def receive(self, request: Request, out: Sequence[Any] | None = None) -> list[Any]:
+        """The request's tensors: new arrays, or ``out``, checked by :meth:`check_out`. Blocks until all is there."""
+        arrays = [self.new(item) for item in request.items] if out is None else list(out)
+        self.fill(request, scatter(tuple(request.sizes)), arrays)
         return arrays
 
-    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None:
-        """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
-        for n, (source, array) in enumerate(zip(sources, out, strict=True)):
-            problem = self.problem(source.data, array)
+    def fill(self, request: Request, layout: Layout, bases: Sequence[Any], windows: Windows | None = None) -> None:
+        """Put the bytes of the open items where ``layout`` says: all, or those in the windows of one packed base.
+
+        Blocks until they are there. Bytes between tensors stay as they are. The segments are unlinked.
+        """
+        flat = [self.flat(base) for base in bases]
+        request.unlink()
+        for source, base, _, source_start, dest_start, nbytes in extents(layout, windows):
+            dst = flat[base][dest_start : dest_start + nbytes]
+            request.sources[source].read_into(dst, start=source_start, num_threads=self._num_threads)
+
+    def check_out(self, items: Sequence[TensorData], out: Sequence[object]) -> None:
+        """Raise :class:`DeviceError` unless each of ``out`` can take its item's bytes as it is."""
+        for n, (item, array) in enumerate(zip(items, out, strict=True)):
+            problem = self.problem(item, array)
             if problem:
-                raise DeviceError(
-                    f"out {n} is {problem}; want {source.data.dtype} {list(source.data.shape)}, contiguous"
-                )
+                raise DeviceError(f"out {n} is {problem}; want {item.dtype} {list(item.shape)}, contiguous")
 
     def on_current_stream(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -55,7 +58,7 @@ class _HostDestination:
     def close(self) -> None:
         pass
 
-    def allocate(self, data: TensorData) -> Any:
+    def new(self, data: TensorData) -> Any:
         raise NotImplementedError
 
     def flat(self, array: Any) -> ByteArray:
@@ -66,14 +69,14 @@ class _HostDestination:
 
 
 class NumpyDestination(_HostDestination):
-    """numpy arrays. bfloat16 and float8 come as ml_dtypes' types where that package is installed, otherwise as unsigned
+    """numpy arrays. bfloat16 and float8 are ml_dtypes' types where that package is installed, otherwise unsigned
     integers of the same width that hold the same bits."""
 
     def __init__(self, *, num_threads: int) -> None:
         super().__init__(num_threads=num_threads)
         self._ml_dtypes = importlib.import_module("ml_dtypes") if importlib.util.find_spec("ml_dtypes") else None
 
-    def allocate(self, data: TensorData) -> np.ndarray[Any, Any]:
+    def new(self, data: TensorData) -> np.ndarray[Any, Any]:
         try:
             return np.empty(data.shape, self._dtype(data.dtype))
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
@@ -111,41 +114,23 @@ class TorchDestination(_HostDestination):
             ) from error
         self._torch = torch
 
-    def allocate(self, data: TensorData) -> torch.Tensor:
+    def new(self, data: TensorData) -> torch.Tensor:
         try:
             return self._torch.empty(data.shape, dtype=getattr(self._torch, data.dtype))
         except RuntimeError as error:  # torch's word for a failed host allocation
             raise _no_room(f"{data.dtype} {list(data.shape)}", data.nbytes) from error
 
-    def flat(self, array: torch.Tensor) -> ByteArray:
-        # Shares the tensor's memory: it is contiguous.
-        flat: ByteArray = array.detach().reshape(-1).view(self._torch.uint8).numpy()
-        return flat
-
-    def allocate_packed(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor, for :meth:`read_windows`. Raises :class:`DeviceMemoryError`."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor: the base of a packed layout. Raises :class:`DeviceMemoryError`."""
         try:
             return self._torch.empty(nbytes, dtype=self._torch.uint8)
         except (RuntimeError, TypeError) as error:  # TypeError: more bytes than can be addressed
             raise _no_room("a packed buffer", nbytes) from error
 
-    def read_windows(
-        self,
-        sources: Sequence[Source],
-        starts: Sequence[int],
-        base: torch.Tensor,
-        windows: Sequence[tuple[int, int]],
-        *,
-        while_copying: Callable[[], None],
-    ) -> None:
-        """Fill the windows of ``base``, each a start and a stop in bytes, with what the sources, which begin at
-        ``starts`` in it, have there. Blocks until all is there; what lies between the sources stays as it is."""
-        flat = self.flat(base)
-        while_copying()
-        sizes = tuple(source.data.nbytes for source in sources)
-        for part in parts_in(sizes, tuple(starts), windows=tuple(windows)):
-            dst = flat[part.dest_start : part.dest_start + part.nbytes]
-            sources[part.source].read_into(dst, start=part.source_start, num_threads=self._num_threads)
+    def flat(self, array: torch.Tensor) -> ByteArray:
+        # Shares the tensor's memory: it is contiguous.
+        flat: ByteArray = array.detach().reshape(-1).view(self._torch.uint8).numpy()
+        return flat
 
     def problem(self, data: TensorData, array: object) -> str:
         torch = self._torch

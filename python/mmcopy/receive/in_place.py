@@ -1,14 +1,15 @@
-"""Copies to the device straight out of registered arenas, with the mark behind them that gives the lease back.
+"""Copies to the device straight out of registered arenas, with the release flags behind them.
 
 Nothing is staged: the H2D reads what the sender wrote. Leases that lie side by side in the arena as their tensors do in
-the destination are one copy; scattered ones are queued together. A lease that is still being written is followed: as
-the watermark passes a step, that step is copied. Behind the last copy the copy stream itself writes each lease's mark,
-which its sender reads, so that nobody waits for the GPU. A write takes the caller 2 us, so of many leases, and where
-the driver refuses such writes, an event stands behind the copies, and a thread writes the marks when it has happened.
+the destination are one copy; scattered ones are queued together. A lease that is still being written is followed: each
+time the watermark passes a step, that step is copied. Behind the last copy the copy stream itself writes each lease's
+release flag, which its sender reads, so no thread waits for the GPU. One write takes the caller 2 us, so for many
+leases, and where the driver refuses such writes, an event is recorded behind the copies, and a thread releases the
+leases when it has happened.
 
-When that takes longer than the receiver's limit, the thread says so and goes on; the leases stay kept, because a copy
-may still read them: their sender has less room, and nobody gets wrong bytes. It looks after them once a second, and
-they go back when the copies have ended after all, or with the process.
+When that takes longer than the receiver's limit, the thread logs it and goes on; the leases stay kept, because a copy
+may still read them: their sender has less room, but no wrong bytes are read. The thread checks them once a second, and
+they are released when the copies have ended after all, or with the process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from mmcopy.metrics import Counter, Metrics
@@ -30,7 +31,7 @@ __all__ = ["DirectCopies", "Reading", "Run", "merge_runs"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_STREAM_MARKS = 16
+_MOST_FLAGS_BY_STREAM = 16
 _POLL_S = 50e-6
 _LOOK_AFTER_LATE_S = 1.0
 _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 256 << 10, 4 << 20
@@ -85,7 +86,7 @@ def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> l
     """Copies (dest, source, nbytes) that follow each other on both sides, with the same gap of at most
     ``max_gap_bytes``, as one.
 
-    The gap is copied, too: it must be nobody's on the destination's side.
+    The gap is copied, too: on the destination's side nothing else may lie in it.
     """
     merged: list[Run] = []
     rest = iter(runs)
@@ -101,7 +102,7 @@ def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> l
 
 
 class DirectCopies:
-    """Queues direct copies and marks on one link. Several threads may use it at once.
+    """Queues direct copies, and releases behind them, on one link. Several threads may use it at once.
 
     ``timeout_s`` is how long copies may take before that is a warning.
     """
@@ -115,57 +116,47 @@ class DirectCopies:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def run(self, readings: Iterable[Reading], *, is_packed: bool, when_queued: Callable[[], None]) -> None:
-        """:meth:`copy` and, behind it, :meth:`mark`.
+    def copy(self, readings: Iterable[Reading], begun: list[LeaseSource], *, is_packed: bool) -> list[Reading]:
+        """Queue the copies of everything that is written; return the readings that are for :meth:`follow`.
 
-        On an error the leases of which copies were queued are marked behind those, and the others are the caller's to
-        release.
-        """
-        begun: list[LeaseSource] = []
-        try:
-            self.copy(readings, begun, is_packed=is_packed, when_queued=when_queued)
-        finally:
-            self.mark(begun)
-
-    def copy(
-        self,
-        readings: Iterable[Reading],
-        begun: list[LeaseSource],
-        *,
-        is_packed: bool,
-        when_queued: Callable[[], None],
-    ) -> None:
-        """Queue every copy; ``begun`` gets the leases that copies read from now on, which is for :meth:`mark`.
-
-        ``is_packed``: the bytes between neighbouring tensors are nobody's. ``when_queued`` is called when all that was
-        written already is queued. Blocks while senders write, up to the last byte that is wanted and not for more.
-        Raises as :meth:`LeaseSource.wait`.
+        ``is_packed``: a copy may write anything to the bytes between neighbouring tensors. ``begun`` gets the leases
+        that copies read from now on; in any case call :meth:`release_behind` with it in the end. Never blocks.
         """
         whole: list[tuple[int, int, int]] = []
         growing: list[Reading] = []
         for reading in readings:
             source, start, nbytes, dest = reading
-            if not nbytes:
-                continue
             if source.lease.written() >= start + nbytes:
                 whole.append((dest, source.address + start, nbytes))
                 begun.append(source)
             else:
                 growing.append(reading)
         self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
-        when_queued()
-        for reading in growing:
-            begun.append(reading[0])
-            self._follow(*reading)
+        return growing
 
-    def mark(self, begun: Sequence[LeaseSource]) -> None:
-        """Let each lease go back to its sender behind what is queued; once, however many copies read it.
+    def follow(self, growing: Iterable[Reading], begun: list[LeaseSource]) -> None:
+        """Queue the copies of leases that are still being written, step by step.
+
+        Blocks while senders write, up to the last byte that is wanted and no further. Raises as
+        :meth:`LeaseSource.wait`.
+        """
+        for source, start, nbytes, dest in growing:
+            begun.append(source)
+            done = 0
+            while done < nbytes:
+                step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, min(done, nbytes - done) // 4))
+                there = min(nbytes, source.wait(start + min(nbytes, done + step)) - start)
+                self._link.copy_all([Run(dest + done, source.address + start + done, there - done)])
+                done = there
+
+    def release_behind(self, begun: Sequence[LeaseSource]) -> None:
+        """Release each lease behind what is queued; once, however many copies read it.
 
         Call it when no further copy out of these leases will be queued. Never blocks.
         """
         sources = list(dict.fromkeys(begun))
         written = 0
-        if len(sources) <= _MOST_STREAM_MARKS:
+        if len(sources) <= _MOST_FLAGS_BY_STREAM:
             for source in sources:
                 if not self._link.write_word(*source.lease.mark):
                     break
@@ -174,7 +165,7 @@ class DirectCopies:
         if written:
             self._metrics.count(Counter.LEASES_RELEASED, "received", written)
         if written < len(sources):
-            self._mark_behind(self._link.new_event(), sources[written:])
+            self._release_on_event(self._link.new_event(), sources[written:])
 
     def close(self, deadline: float) -> None:
         """End the thread, if there is one. All copies that were queued must have happened."""
@@ -185,21 +176,13 @@ class DirectCopies:
         if thread is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _follow(self, source: LeaseSource, start: int, nbytes: int, dest: int) -> None:
-        done = 0
-        while done < nbytes:
-            step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, min(done, nbytes - done) // 4))
-            there = min(nbytes, source.wait(start + min(nbytes, done + step)) - start)
-            self._link.copy_all([Run(dest + done, source.address + start + done, there - done)])
-            done = there
-
-    def _mark_behind(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
+    def _release_on_event(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
         for source in sources:
             source.is_kept = True
         with self._changed:
             self._behind.append(_Behind(event, sources, time.monotonic() + self._timeout_s))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="mmcopy-marks", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="mmcopy-release", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 

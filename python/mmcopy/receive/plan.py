@@ -1,9 +1,10 @@
-"""What a receive copies, in which chunks: pure functions of sizes.
+"""Where a request's bytes go and in which chunks: pure functions of sizes.
 
-Bytes go source -> staging slot -> destination. A *piece* is a run of one source's bytes in one slot; a *transfer* is
-one host-to-device copy out of a slot. Chunk ``i`` is one filling of a slot.
+An *extent* is a byte range of one tensor and where it goes. Extents that the device cannot read in place are staged:
+they go source -> staging slot -> destination, in *chunks*. A chunk is one filling of one slot.
 
-Plans are kept for the sizes that were seen last: a model's requests repeat them, and planning 16 MiB takes 50 us.
+Layouts and plans are kept for the sizes that were seen last: a model's requests repeat them, and planning 16 MiB takes
+50 us. A layout is compared by identity, so that looking up its plan does not compare sizes again.
 """
 
 from __future__ import annotations
@@ -12,39 +13,70 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from mmcopy.tensors import TensorData
 
 if TYPE_CHECKING:
     import torch
 
-    from .request import Described
-
 __all__ = [
     "ALIGN_BYTES",
-    "Part",
-    "Piece",
-    "ReceivePlan",
-    "Transfer",
+    "CopyPlan",
+    "Extent",
+    "Layout",
+    "SlotCopy",
+    "SlotFill",
+    "Windows",
     "chunk_bytes_for",
-    "layout",
-    "parts_in",
-    "plan_packed",
-    "plan_scattered",
-    "plan_windows",
+    "extents",
+    "pack",
+    "place",
+    "plan_chunks",
+    "plan_copies",
+    "scatter",
+    "strides_of",
     "views_into",
 ]
 
 ALIGN_BYTES = 256
-"""Where tensors begin in a destination they share: CUDA's own allocations are aligned so, and kernels rely on it."""
+"""Alignment of tensors in a packed buffer: CUDA aligns its own allocations so, and kernels rely on it."""
 
 MIN_CHUNK_BYTES = 256 << 10
 """Below this a chunk's fixed costs (a hand-over, a copy call, an event) outweigh what the overlap gains."""
 
 CHUNKS_PER_THREAD = 4
-"""So that the first H2D starts early and a slow thread holds up a quarter of its share at most."""
+"""So that the first H2D starts early and a slow thread holds up a quarter of its part at most."""
+
+Windows: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts of a packed buffer, each a start and a stop in bytes, in order."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where each tensor goes: ``sizes[n]`` bytes, from ``starts[n]`` of a packed buffer of ``nbytes`` on.
+
+    With ``is_packed`` False each tensor has a base of its own instead, and all start at 0.
+    """
+
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+    is_packed: bool
+
+
+class Extent(NamedTuple):
+    """``nbytes`` of tensor ``source`` from ``source_start`` go to ``dest_start`` of ``base``, in ``window``."""
+
+    source: int
+    base: int
+    window: int
+    source_start: int
+    dest_start: int
+    nbytes: int
+
+
+class SlotFill(NamedTuple):
     """``nbytes`` of source ``source`` from ``source_start`` go to ``slot_start`` of chunk ``chunk``'s slot."""
 
     chunk: int
@@ -54,155 +86,144 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Transfer(NamedTuple):
-    """``nbytes`` from ``slot_start`` of a chunk's slot go to ``dest_start`` of destination ``dest``."""
+class SlotCopy(NamedTuple):
+    """``nbytes`` from ``slot_start`` of a chunk's slot go to ``dest_start`` of base ``base``."""
 
-    dest: int
+    base: int
     dest_start: int
     slot_start: int
     nbytes: int
 
 
-class Part(NamedTuple):
-    """``nbytes`` of source ``source`` from ``source_start`` belong at ``dest_start``, which is in window ``window``."""
-
-    source: int
-    window: int
-    source_start: int
-    dest_start: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
-class ReceivePlan:
-    """The whole of one receive. ``transfers[i]`` are the copies that chunk ``i`` makes possible.
+class CopyPlan:
+    """How the extents of one request get to the device.
 
-    ``starts[n]`` is where tensor ``n`` begins in the shared destination of ``dest_nbytes``; with destinations of their
-    own all begin at 0 and ``dest_nbytes`` is 0.
+    ``in_place`` are copied from where they are. The others are staged: ``staged`` are their tensors, which ``fills``
+    refer to by their index in it, and ``copies[i]`` are the device copies that chunk ``i`` makes possible.
     """
 
-    starts: tuple[int, ...]
-    dest_nbytes: int
-    pieces: tuple[Piece, ...]
-    transfers: tuple[tuple[Transfer, ...], ...]
+    in_place: tuple[Extent, ...]
+    staged: tuple[int, ...]
+    fills: tuple[SlotFill, ...]
+    copies: tuple[tuple[SlotCopy, ...], ...]
 
     @property
     def num_chunks(self) -> int:
-        return len(self.transfers)
+        return len(self.copies)
 
 
 def chunk_bytes_for(total_nbytes: int, *, num_threads: int, slot_bytes: int) -> int:
-    """Bytes a chunk for a receive of ``total_nbytes``: four chunks a thread, a power of two, 256 KiB to one slot.
+    """The chunk size for ``total_nbytes``: four chunks per thread, a power of two, from 256 KiB to one slot.
 
     The best sizes measured on an H200 with 8 threads: 256-512 KiB up to 16 MiB, 1-2 MiB at 64 MiB, 2-4 MiB above.
     """
-    share = max(1, total_nbytes // (num_threads * CHUNKS_PER_THREAD))
-    power = 1 << (share - 1).bit_length()
+    per_chunk = max(1, total_nbytes // (num_threads * CHUNKS_PER_THREAD))
+    power = 1 << (per_chunk - 1).bit_length()
     return min(slot_bytes, max(MIN_CHUNK_BYTES, power))
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors side by side begin, and the bytes of all, whole :data:`ALIGN_BYTES`. A sender lays the leases
-    of one request so, too."""
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return starts, end
-
-
 @functools.lru_cache(maxsize=32)
-def plan_packed(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
-    """All tensors side by side in one destination; each chunk is one transfer, however many tensors it holds."""
-    starts: list[int] = []
-    pieces: list[Piece] = []
-    end = 0
-    for source, nbytes in enumerate(sizes):
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        starts.append(start)
-        done = 0
-        while done < nbytes:
-            chunk, slot_start = divmod(start + done, chunk_bytes)
-            run = min(nbytes - done, chunk_bytes - slot_start)
-            pieces.append(Piece(chunk, source, done, slot_start, run))
-            done += run
-        end = start + nbytes if nbytes else end
-    transfers = tuple((Transfer(0, first, 0, min(chunk_bytes, end - first)),) for first in range(0, end, chunk_bytes))
-    return ReceivePlan(tuple(starts), end, tuple(pieces), transfers)
+def pack(sizes: tuple[int, ...], first: tuple[int, ...] = ()) -> Layout:
+    """All tensors side by side in one buffer, those with the indices ``first`` before the others.
 
-
-@functools.lru_cache(maxsize=32)
-def plan_scattered(sizes: tuple[int, ...], *, chunk_bytes: int) -> ReceivePlan:
-    """Each tensor into a destination of its own; small ones share a slot, with one transfer each."""
-    pieces: list[Piece] = []
-    transfers: list[list[Transfer]] = []
-    used = chunk_bytes  # the slot before the first is full
-    for source, nbytes in enumerate(sizes):
-        done = 0
-        while done < nbytes:
-            used = -(-used // ALIGN_BYTES) * ALIGN_BYTES
-            if used >= chunk_bytes:
-                transfers.append([])
-                used = 0
-            run = min(nbytes - done, chunk_bytes - used)
-            pieces.append(Piece(len(transfers) - 1, source, done, used, run))
-            transfers[-1].append(Transfer(source, done, used, run))
-            done += run
-            used += run
-    return ReceivePlan((0,) * len(sizes), 0, tuple(pieces), tuple(map(tuple, transfers)))
-
-
-@functools.lru_cache(maxsize=32)
-def parts_in(
-    sizes: tuple[int, ...], starts: tuple[int, ...], *, windows: tuple[tuple[int, int], ...]
-) -> tuple[Part, ...]:
-    """What of each tensor lies in the windows of a packed destination, in which tensor ``n`` begins at ``starts[n]``.
-
-    A window is a start and a stop; they are in order, and so are the parts. A window can cut a tensor, and a tensor can
-    have a part in several windows.
+    A sender lays the leases of one request side by side in the same way, so they stay one copy.
     """
-    order = sorted(range(len(sizes)), key=starts.__getitem__)
+    starts = [0] * len(sizes)
+    end = 0
+    before = frozenset(first)
+    for n in itertools.chain(first, (n for n in range(len(sizes)) if n not in before)):
+        starts[n] = end
+        end += -(-sizes[n] // ALIGN_BYTES) * ALIGN_BYTES
+    return Layout(sizes, tuple(starts), end, True)
+
+
+@functools.lru_cache(maxsize=32)
+def scatter(sizes: tuple[int, ...]) -> Layout:
+    """Each tensor at the start of a base of its own."""
+    return Layout(sizes, (0,) * len(sizes), 0, False)
+
+
+@functools.lru_cache(maxsize=32)
+def place(sizes: tuple[int, ...], starts: tuple[int, ...]) -> Layout:
+    """Tensors at given starts, whole :data:`ALIGN_BYTES`, of one buffer."""
+    end = max((start + nbytes for start, nbytes in zip(starts, sizes, strict=True)), default=0)
+    return Layout(sizes, starts, end, True)
+
+
+@functools.lru_cache(maxsize=32)
+def extents(layout: Layout, windows: Windows | None = None) -> tuple[Extent, ...]:
+    """What of each tensor lies in the windows of a packed buffer, in their order; None: everything.
+
+    A window can cut a tensor, and a tensor can have an extent in several windows.
+    """
+    sizes, starts = layout.sizes, layout.starts
+    order = sorted(range(len(sizes)), key=starts.__getitem__)  # of equal starts, as scattered ones, the lowest first
+    if windows is None:
+        bases = itertools.repeat(0) if layout.is_packed else iter(order)
+        return tuple(
+            Extent(n, base, 0, 0, starts[n], sizes[n]) for n, base in zip(order, bases, strict=False) if sizes[n]
+        )
     return tuple(
-        Part(n, window, at - starts[n], at, stop - at)
+        Extent(n, 0, window, at - starts[n], at, stop - at)
         for window, (first, last) in enumerate(windows)
         for n in order
         if (at := max(starts[n], first)) < (stop := min(starts[n] + sizes[n], last))
     )
 
 
-@functools.lru_cache(maxsize=32)
-def plan_windows(
-    sizes: tuple[int, ...], starts: tuple[int, ...], *, windows: tuple[tuple[int, int], ...], chunk_bytes: int
-) -> ReceivePlan:
-    """:func:`parts_in`, staged: chunks of at most ``chunk_bytes`` of one window each.
+@functools.lru_cache(maxsize=64)
+def plan_copies(
+    layout: Layout, windows: Windows | None, in_place: tuple[int, ...], *, num_threads: int, slot_bytes: int
+) -> CopyPlan:
+    """The copies that fill ``windows`` (None: everything), with the tensors ``in_place`` read where they are."""
+    directly = frozenset(in_place)
+    found = extents(layout, windows)
+    staged = [extent for extent in found if extent.source not in directly]
+    total = sum(extent.nbytes for extent in staged)
+    chunk_bytes = chunk_bytes_for(total, num_threads=num_threads, slot_bytes=slot_bytes)
+    direct = tuple(extent for extent in found if extent.source in directly)
+    return CopyPlan(direct, *plan_chunks(staged, chunk_bytes=chunk_bytes))
 
-    ``starts`` are whole :data:`ALIGN_BYTES`. Less than that between two tensors is nobody's, and a transfer may put
-    anything there; where there is more, something else may lie, and a transfer ends before it.
+
+def plan_chunks(
+    staged: Sequence[Extent], *, chunk_bytes: int
+) -> tuple[tuple[int, ...], tuple[SlotFill, ...], tuple[tuple[SlotCopy, ...], ...]]:
+    """Extents in chunks: the tensors, what fills slots, and what empties them; see :class:`CopyPlan`.
+
+    Neighbours of one window keep their distance in the slot and are one copy, which may write anything to the less than
+    :data:`ALIGN_BYTES` between them. Where the distance is greater something else may lie there, and a copy ends.
     """
-    pieces: list[Piece] = []
-    transfers: list[list[Transfer]] = []
-    current = (-1, -1)  # window and, in chunks from its start, the place that the last chunk is for
-    for source, window, start, dest_start, nbytes in parts_in(sizes, starts, windows=windows):
+    sources: dict[int, int] = {}
+    fills: list[SlotFill] = []
+    copies: list[list[SlotCopy]] = []
+    used = chunk_bytes  # the slot before the first is full
+    before: Extent | None = None
+    for extent in staged:
+        source = sources.setdefault(extent.source, len(sources))
+        gap = ALIGN_BYTES
+        if before is not None and (before.base, before.window) == (extent.base, extent.window):
+            gap = extent.dest_start - before.dest_start - before.nbytes
+        used = used + gap if gap < ALIGN_BYTES else -(-used // ALIGN_BYTES) * ALIGN_BYTES
         done = 0
-        while done < nbytes:
-            at = dest_start + done
-            place, slot_start = divmod(at - windows[window][0], chunk_bytes)
-            if (window, place) != current:
-                current = window, place
-                transfers.append([])
-            run = min(nbytes - done, chunk_bytes - slot_start)
-            pieces.append(Piece(len(transfers) - 1, source, start + done, slot_start, run))
-            last = transfers[-1][-1] if transfers[-1] else None
-            if last is not None and slot_start - last.slot_start - last.nbytes < ALIGN_BYTES:
-                transfers[-1][-1] = last._replace(nbytes=slot_start + run - last.slot_start)
+        while done < extent.nbytes:
+            if used >= chunk_bytes:
+                copies.append([])
+                used = 0
+            nbytes = min(extent.nbytes - done, chunk_bytes - used)
+            fills.append(SlotFill(len(copies) - 1, source, extent.source_start + done, used, nbytes))
+            last = copies[-1][-1] if copies[-1] else None
+            if last is not None and done == 0 and gap < ALIGN_BYTES:
+                copies[-1][-1] = last._replace(nbytes=used + nbytes - last.slot_start)
             else:
-                transfers[-1].append(Transfer(0, at, slot_start, run))
-            done += run
-    end = windows[-1][1] if windows else 0
-    return ReceivePlan(starts, end, tuple(pieces), tuple(map(tuple, transfers)))
+                copies[-1].append(SlotCopy(extent.base, extent.dest_start + done, used, nbytes))
+            done += nbytes
+            used += nbytes
+        before = extent
+    return tuple(sources), tuple(fills), tuple(map(tuple, copies))
 
 
-def views_into(base: torch.Tensor, starts: Sequence[int], described: Sequence[Described]) -> list[torch.Tensor]:
+def views_into(base: torch.Tensor, starts: Sequence[int], items: Sequence[TensorData]) -> list[torch.Tensor]:
     """One tensor each, of its dtype and shape, that begins at ``starts[n]`` of the flat uint8 ``base``.
 
     ``base`` is a whole number of every dtype's elements, and ``starts`` are aligned to them. Equal tensors that follow
@@ -212,13 +233,13 @@ def views_into(base: torch.Tensor, starts: Sequence[int], described: Sequence[De
 
     typed: dict[str, Any] = {}
     tensors: list[torch.Tensor] = []
-    while (n := len(tensors)) < len(described):
-        data = described[n].data
+    while (n := len(tensors)) < len(items):
+        data = items[n]
         flat = typed.get(data.dtype)
         if flat is None:
             flat = typed[data.dtype] = base.view(getattr(torch, data.dtype))
         start = starts[n] // flat.element_size()
-        count = _count_alike(starts, described, n)
+        count = _count_alike(starts, items, n)
         if count > 1:
             rows, *rest = data.shape
             whole = flat.as_strided((count * rows, *rest), strides_of(data.shape), start)
@@ -228,17 +249,18 @@ def views_into(base: torch.Tensor, starts: Sequence[int], described: Sequence[De
     return tensors
 
 
-def _count_alike(starts: Sequence[int], described: Sequence[Described], first: int) -> int:
+def _count_alike(starts: Sequence[int], items: Sequence[TensorData], first: int) -> int:
     """How many tensors from ``first`` on are of one dtype and shape and have nothing between them; 1 where a tensor
     has no rows to be cut by."""
-    data = described[first].data
-    if not data.nbytes or not data.shape:
+    data = items[first]
+    nbytes = data.payload.nbytes
+    if not nbytes or not data.shape:
         return 1
-    for n in range(first + 1, len(described)):
-        other = described[n].data
-        if starts[n] - starts[n - 1] != data.nbytes or other.shape != data.shape or other.dtype != data.dtype:
+    for n in range(first + 1, len(items)):
+        other = items[n]
+        if starts[n] - starts[n - 1] != nbytes or other.shape != data.shape or other.dtype != data.dtype:
             return n - first
-    return len(described) - first
+    return len(items) - first
 
 
 @functools.lru_cache(maxsize=256)

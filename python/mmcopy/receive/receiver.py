@@ -1,4 +1,4 @@
-"""The receiving side: described tensors become tensors on the worker's device."""
+"""The receiving side: items that a message describes become tensors on the worker's device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, o
 import numpy as np
 
 from mmcopy.arrays import numpy_dtype
-from mmcopy.config import default_num_threads, parse_count, parse_seconds
+from mmcopy.config import ACCEPT_PREFIXES, default_num_threads, parse_count, parse_prefixes, parse_seconds
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import (
     ClosedError,
@@ -32,25 +32,21 @@ from mmcopy.tensors import ShmHandle, TensorData
 from .cpu import NumpyDestination, TorchDestination
 from .group import ParallelOptions
 from .pending import PendingReceive
-from .request import LeaseOpener, LeaseSource, Source, SourceOpener, flatten, values_of
+from .request import LeaseSource, Request, RequestOpener, flatten, totals_by_path, values_of
+from .staging import StagingOptions
 
 if TYPE_CHECKING:
     from .group.collective import CollectiveReceive, PackedDestination
 
-__all__ = ["ACCEPT_PREFIXES", "Receiver"]
-
-ACCEPT_PREFIXES = ("smg-tokenspeed-", "mmcopy-")
-"""How the names of segments begin that SMG's gateway and mmcopy's own sender make."""
+__all__ = ["Receiver"]
 
 Key = TypeVar("Key")
 
 
 class _Destination(Protocol):
-    def move(
-        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
-    ) -> list[Any]: ...
+    def receive(self, request: Request, out: Sequence[Any] | None = None) -> list[Any]: ...
 
-    def check_out(self, sources: Sequence[Source], out: Sequence[object]) -> None: ...
+    def check_out(self, items: Sequence[TensorData], out: Sequence[object]) -> None: ...
 
     def on_current_stream(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -58,31 +54,38 @@ class _Destination(Protocol):
 
 
 class Receiver:
-    """Puts tensors on ``device`` and leaves nothing in shared memory.
+    """Receives tensors onto ``device`` and leaves nothing in shared memory.
 
-    ``device``: ``"cpu"``, ``"cuda:N"`` (the index is required) or a ``torch.device``. On the CPU ``framework`` picks
-    what comes back: ``"torch"`` or ``"numpy"`` (bfloat16 and float8 as ml_dtypes' types, or as unsigned integers of
-    the same width without that package). On CUDA always torch; cupy is needed too.
-
-    ``accept_prefixes``: only segments whose names begin so are opened and removed. ``num_threads`` copy threads are
-    used for large tensors (None: one a core, 8 at most). On CUDA ``staging_bytes`` of pinned memory, in slots of
-    ``slot_bytes``, and the threads are made here; no receive allocates any. ``timeout_s`` bounds one
-    receive's waiting for copy threads and the GPU.
-
-    ``endpoint``: the worker's socket, at which senders hand arenas over; without it leases are refused. On CUDA each
-    arena is registered when it comes, and its leases are copied to the GPU from where they are, with no copy on the
-    host; the endpoint stays the caller's: close it after the receiver.
-
-    ``metrics`` counts, and measures the stages when it was made with ``timings``; ``nvtx`` marks them for a profiler.
-
-    ``group``: a process group of ``torch.distributed`` whose ranks receive together (NCCL for CUDA, gloo for the CPU),
-    with ``cpu_group``, a gloo group of the same ranks in the same order, to agree on (None: ``group`` itself, when it
-    moves host memory). Every rank makes its receiver so, and every receive is collective then: the same items in the
-    same order on every rank, and every rank gets all tensors. Who reads what is decided by ``parallel``; see
-    :class:`ParallelOptions`. Collectives run on the stream that is current in the call.
+    On CUDA the pinned memory and the copy threads are made here, once. Arenas that come to ``endpoint`` are registered
+    with CUDA, and their leases are copied from where they are, with no copy on the host.
 
     Methods may be called from several threads; on a group the order of calls must be the same on every rank. After
     ``fork`` the child's copy refuses to work.
+
+    Args:
+        device: ``"cpu"``, ``"cuda:N"`` (the index is required) or a ``torch.device``. CUDA needs torch and cupy.
+        framework: What is returned on the CPU: ``"torch"`` or ``"numpy"`` (bfloat16 and float8 as ml_dtypes' types, or
+            as unsigned integers of the same width without that package). CUDA returns torch tensors.
+        shm_dir: Where segments are.
+        num_threads: Copy threads for large tensors. None: one per core, at most 8.
+        accept_prefixes: Only segments whose names begin with one of these are opened and unlinked.
+        staging: The pinned memory of a receiver on CUDA.
+        timeout_s: Limit of one receive's waiting for copy threads, senders and the GPU.
+        metrics: Counts, and measures the stages when it was made with ``timings``.
+        nvtx: Mark the stages for a profiler.
+        endpoint: The worker's socket, where senders hand arenas over; without it leases are refused. It stays the
+            caller's: close it after the receiver.
+        group: A process group of ``torch.distributed`` whose ranks receive together (NCCL for CUDA, gloo for the CPU).
+            Every rank makes its receiver with it, and every receive is collective then: the same items in the same
+            order on every rank, and every rank gets all tensors. Collectives run on the stream that is current.
+        cpu_group: A gloo group of the same ranks in the same order, on which they agree. None: ``group``, when it
+            moves host memory.
+        parallel: Which rank reads what, see :class:`ParallelOptions`.
+
+    Raises:
+        ConfigError: An option that cannot be used, with its name and value.
+        DeviceError: A device that does not exist.
+        MissingDependencyError: torch, or cupy for CUDA, is not installed.
     """
 
     def __init__(
@@ -93,8 +96,7 @@ class Receiver:
         shm_dir: str | os.PathLike[str] = "/dev/shm",
         num_threads: int | None = None,
         accept_prefixes: Sequence[str] = ACCEPT_PREFIXES,
-        staging_bytes: int = 64 << 20,
-        slot_bytes: int = 1 << 20,
+        staging: StagingOptions | None = None,
         timeout_s: float = 60.0,
         metrics: Metrics | None = None,
         nvtx: bool = False,
@@ -114,13 +116,16 @@ class Receiver:
         self._timeout_s = parse_seconds(timeout_s, setting="Receiver.timeout_s")
         self.endpoint = endpoint
         self.group = group
-        leases = LeaseOpener(endpoint, self.metrics, timeout_s=self._timeout_s)
-        self._opener = SourceOpener(self.shm_dir, accept_prefixes, self.metrics, leases=leases)
+        self._opener = RequestOpener(
+            self.shm_dir,
+            parse_prefixes(accept_prefixes, setting="Receiver.accept_prefixes"),
+            self.metrics,
+            endpoint=endpoint,
+            timeout_s=self._timeout_s,
+        )
         threads = parse_count(
             default_num_threads() if num_threads is None else num_threads, setting="Receiver.num_threads"
         )
-        staging_bytes = parse_count(staging_bytes, setting="Receiver.staging_bytes")
-        slot_bytes = parse_count(slot_bytes, setting="Receiver.slot_bytes", least=4096)
         index = _cuda_index(self.device)
         self._nvtx_range = _nvtx_range() if nvtx else None
         if framework not in ("torch", "numpy"):
@@ -130,19 +135,18 @@ class Receiver:
 
             if framework != "torch":
                 raise ConfigError(f"{self.device} gives torch tensors, framework {framework!r} is for the CPU")
-            self._destination: _Destination = CudaDestination(
+            self.destination: _Destination = CudaDestination(
                 index,
-                staging_bytes=staging_bytes,
-                slot_bytes=slot_bytes,
+                staging=staging or StagingOptions(),
                 num_threads=threads,
                 timeout_s=self._timeout_s,
                 metrics=self.metrics,
                 endpoint=endpoint,
             )
         elif framework == "torch":
-            self._destination = TorchDestination(num_threads=threads)
+            self.destination = TorchDestination(num_threads=threads)
         else:
-            self._destination = NumpyDestination(num_threads=threads)
+            self.destination = NumpyDestination(num_threads=threads)
         self._collective = None if group is None else self._join(group, cpu_group, framework, parallel)
         if group is None and (cpu_group is not None or parallel is not None):
             raise ConfigError("cpu_group and parallel are for a receiver on a group: give group, too")
@@ -154,30 +158,41 @@ class Receiver:
     @overload
     def receive(self, items: Sequence[TensorData], *, out: Sequence[Any] | None = None) -> list[Any]: ...
     def receive(self, items: TensorData | Mapping[Key, TensorData] | Sequence[TensorData], *, out: Any = None) -> Any:
-        """The tensors of one request, in the form of ``items``: one tensor, a dict with its keys, or a list.
+        """Receive the tensors of one request, in the form of ``items``: one tensor, a dict with its keys, or a list.
 
-        New C-contiguous tensors of each item's dtype and shape (on CUDA views into one allocation, which lives as long
-        as any of them), or ``out``, tensors of the caller in the form of ``items`` that have exactly the device, dtype
-        and shape, and are contiguous. Blocks the calling thread until every byte has left shared memory and the message
-        (call it off an event loop); on CUDA it does not wait for the GPU, and the tensors are safe on the caller's
-        current stream. Inline payloads may be reused at once.
+        All segments of the request are opened before the first is read, and all are unlinked, on success and on error
+        alike. The first bad item fails the request, with nothing delivered.
 
-        All segments of the request are opened before the first is read, and all are removed, on success and on
-        error alike. Raises the error of the first bad item, with nothing delivered: :class:`SegmentNotFoundError`,
-        :class:`SegmentPermissionError`, :class:`SegmentSizeError`, :class:`SegmentKindError`,
-        :class:`SegmentNameError`, :class:`RepeatedHandleError`, :class:`DeviceMemoryError`,
-        :class:`DeviceError` (an ``out`` of the wrong kind: none is written to), :class:`PayloadError` (an item that is
-        no :class:`TensorData`), :class:`ReceiveTimeoutError`,
-        :class:`ClosedError`; MemoryError when the host has no room. After an error in the middle of a receive ``out``
-        holds anything.
+        On a group an error is the same on every rank, that of the lowest rank that failed. Two cases are one rank's
+        alone: a segment that a peer cut short while all ranks read it for themselves, and a rank that comes when the
+        others have given up and needs nothing from them. A segment that only some ranks can open, on another host or
+        in another container, is read by one of those and broadcast.
 
-        On a group it also blocks until every rank has come, ``timeout_s`` at most, and an error is the same on every
-        rank, the lowest failing rank's: also :class:`ParallelMismatchError`, :class:`PeerTimeoutError` (that receive
-        failed, the next may work), :class:`PeerLostError` (a rank is gone: make new groups and a new receiver) and
-        :class:`PeerFailedError`. Two cases are one rank's alone: a segment that a peer cut short while all ranks read
-        it for themselves, and a rank that comes when the others have given up and needs nothing of them. On the CPU,
-        too, the tensors are views into one allocation. A segment that only some ranks can open, on another host or in
-        another container, is read by one of those and broadcast.
+        Args:
+            items: What :meth:`Sender.send` and its kin returned, or a message carried.
+            out: The caller's tensors to fill, in the form of ``items``: contiguous, and of exactly the device, dtype
+                and shape. After an error in the middle of a receive they hold anything.
+
+        Returns:
+            New C-contiguous tensors of each item's dtype and shape, or ``out``. On CUDA and on a group the new tensors
+            are views into one allocation, which lives as long as any of them.
+
+        Raises:
+            SegmentNotFoundError, SegmentPermissionError, SegmentSizeError, SegmentKindError, SegmentNameError,
+            RepeatedHandleError: A segment that cannot be read.
+            LeaseError: A lease that cannot be read.
+            PayloadError: An item that is not a :class:`TensorData`.
+            DeviceError: An ``out`` of the wrong kind; nothing is written to it.
+            DeviceMemoryError, MemoryError: No room on the device or the host.
+            ReceiveTimeoutError: The limit has come.
+            ClosedError: The receiver is closed.
+            ParallelMismatchError, PeerFailedError: On a group.
+            PeerTimeoutError: On a group; this receive failed, the next may work.
+            PeerLostError: A rank has died: make new groups and a new receiver.
+
+        Blocking: until every byte has left shared memory and the message, and on a group until every rank has come;
+        call it off an event loop. It does not wait for the GPU. Inline payloads may be reused at once.
+        Stream: the tensors are safe on the caller's current stream.
         """
         flat, flat_out, form = self._flatten(items, out)
         return form(self._receive(flat, flat_out))
@@ -187,12 +202,22 @@ class Receiver:
     @overload
     def receive_owned(self, items: Sequence[TensorData], owners: Sequence[int]) -> list[Any]: ...
     def receive_owned(self, items: Mapping[Any, TensorData] | Sequence[TensorData], owners: Any) -> Any:
-        """The tensors of the items that this rank owns, and None in the place of those of others.
+        """Receive the items that this rank owns, for data-parallel ranks that share out the items of a request.
 
-        For data-parallel ranks that share out the items of a request: ``owners``, in the form of ``items``, has the
-        owner's rank in the group. Collective like :meth:`receive` on a group, which it needs, and with its errors. Each
-        rank reads its own items. Those whose segment it cannot open, because it is on another host, come from the
-        lowest rank that can, in one message a pair of ranks over the CPU group, and go to that owner alone.
+        Each rank reads its own items. Those whose segment it cannot open, because it is on another host, come from the
+        lowest rank that can, in one message per pair of ranks over the CPU group, and go to that owner alone.
+
+        Args:
+            items: The same on every rank.
+            owners: For each item its owner's rank in the group, in the form of ``items``.
+
+        Returns:
+            The tensors in the form of ``items``; None in the place of those of other owners.
+
+        Raises:
+            ConfigError: Without a group, or for owners in another form.
+
+        Collective, with the errors, blocking and stream order of :meth:`receive`.
         """
         if self._collective is None:
             self.release(items)
@@ -210,18 +235,24 @@ class Receiver:
     def receive_async(
         self, items: TensorData | Mapping[Any, TensorData] | Sequence[TensorData], *, out: Any = None
     ) -> PendingReceive:
-        """:meth:`receive` on a thread of this receiver (two at a time); returns at once.
+        """Start a :meth:`receive` on a thread of this receiver, two at a time.
 
-        The result can be waited for or awaited. Its tensors are safe on the stream that is current now. Not on a group
-        (:class:`ConfigError`, and the segments are removed): there every rank has to make its collectives in the order
-        of the calls, and beside the caller's own, which a thread cannot promise.
+        Returns:
+            A result that can be waited for or awaited.
+
+        Raises:
+            ConfigError: On a group. There every rank has to make its collectives in the order of the calls, which a
+                thread cannot promise. The segments are unlinked.
+
+        Blocking: returns at once.
+        Stream: the tensors are safe on the stream that is current in this call.
         """
         self._check_process()  # its threads are not in a forked child: nothing would ever run there
         flat, flat_out, form = self._flatten(items, out)
         if self._collective is not None:
             self._opener.release(flat)
             raise ConfigError("receive_async is not there on a group of ranks: call receive, in the same order on all")
-        stream = self._destination.on_current_stream()
+        stream = self.destination.on_current_stream()
 
         def run() -> Any:
             with stream:
@@ -242,10 +273,16 @@ class Receiver:
     def view(self, item: TensorData) -> np.ndarray[Any, Any]:
         """A lease's own memory as a read-only numpy array, on device ``"cpu"``: nothing is copied.
 
-        The lease is held until the array, and every array made from it, is gone; copy what is to be kept for long, the
-        sender waits for its memory. Blocks until the sender has written all, ``timeout_s`` at most. What is no lease is
-        refused and left as it is (:class:`PayloadError`), as on another device (:class:`DeviceError`); otherwise raises
-        as :meth:`receive`.
+        The lease is held until the array, and every array made from it, is gone. The sender waits for its memory, so
+        copy what is kept for long.
+
+        Raises:
+            PayloadError: The item is not a lease; it is left as it is.
+            DeviceError: The receiver is on another device.
+
+        Otherwise raises as :meth:`receive`.
+
+        Blocking: until the sender has written all of it, at most ``timeout_s``.
         """
         self._check_process()
         if self.device != "cpu":
@@ -257,9 +294,10 @@ class Receiver:
         if self._closed:
             self._opener.release([item])
             raise ClosedError("the receiver is closed")
-        sources = self._opener.open_all([item])
+        request = self._opener.request([item])
         try:
-            (source,) = sources
+            request.open_all()
+            (source,) = request.sources
             assert isinstance(source, LeaseSource)
             memory = source.native
             source.lease.release_when_dropped()
@@ -268,7 +306,7 @@ class Receiver:
             self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
             raise
         finally:
-            self._opener.close(sources, "released")
+            request.close("released")
         self._count([item])
         return np.frombuffer(memory, numpy_dtype(item.dtype)).reshape(item.shape)
 
@@ -276,19 +314,28 @@ class Receiver:
         self,
         items: TensorData | ShmHandle | Mapping[Any, TensorData | ShmHandle] | Sequence[TensorData | ShmHandle],
     ) -> int:
-        """Remove what ``items`` hold in shared memory without reading it; how many segments were removed.
+        """Give back what ``items`` hold in shared memory without reading it, for a request that is refused or cancelled
+        before it is received. Works on a closed receiver too.
 
-        For a request that is refused or cancelled before it is received. Never raises for a segment that is gone,
-        or for a handle that is not acceptable: that one is left alone. Works on a closed receiver too.
-        :class:`PayloadError` for what is neither an item nor a collection.
+        Returns:
+            How many segments were unlinked and leases released. One that is gone, or whose handle is not acceptable, is
+            left alone.
+
+        Raises:
+            PayloadError: ``items`` is neither an item nor a collection.
         """
         return self._opener.release([items] if isinstance(items, (TensorData, ShmHandle)) else values_of(items))
 
     def close(self) -> None:
-        """Let receives that were begun end, wait until no copy reads pinned memory, and free it. Idempotent.
+        """Let running receives end, wait until no copy reads pinned memory, and free it. Idempotent.
 
-        Waits ``timeout_s`` at most for each of the two; then :class:`ReceiveTimeoutError` is raised, and asynchronous
-        receives that had not begun are cancelled, their segments removed. Tensors that were received stay valid.
+        Tensors that were received stay valid.
+
+        Raises:
+            ReceiveTimeoutError: Running receives, or copies, did not end in time. Asynchronous receives that had not
+                begun are cancelled, and their segments unlinked.
+
+        Blocking: at most ``timeout_s`` for receives, and as long for copies.
         """
         with self._lock:
             was_closed, self._closed = self._closed, True
@@ -298,7 +345,7 @@ class Receiver:
         try:
             if threads is not None:
                 self._finish(threads)
-            self._destination.close()
+            self.destination.close()
         finally:
             self._opener.join(self._timeout_s)
 
@@ -319,8 +366,7 @@ class Receiver:
         return CollectiveReceive(
             RankGroup(group, cpu_group, device_type=self.device.partition(":")[0]),
             options or ParallelOptions(),
-            opener=self._opener,
-            destination=cast("PackedDestination", self._destination),
+            destination=cast("PackedDestination", self.destination),
             timeout_s=self._timeout_s,
             metrics=self.metrics,
         )
@@ -354,43 +400,32 @@ class Receiver:
 
     def _receive_stages(self, items: list[TensorData], out: list[Any] | None, owners: list[int] | None) -> list[Any]:
         self._check_process()
-        sources: list[Source] = []
+        request = self._opener.request(items)
         why = "released"
         try:
             if self._closed:
-                self._opener.release(items)
                 raise ClosedError("the receiver is closed")
             if self._collective is not None:
-                tensors = self._collective.receive(items, out, owners)
+                tensors = self._collective.receive(request, out, owners)
             else:
                 with self._stage(Stage.OPEN):
-                    sources = self._opener.open_all(items)
+                    request.open_all()
                 if out is not None:
-                    self._destination.check_out(sources, out)
-
-                def while_copying() -> None:
-                    for source in sources:
-                        source.remove("received")
-
+                    self.destination.check_out(items, out)
                 with self._stage(Stage.MOVE):
-                    tensors = self._destination.move(sources, out=out, while_copying=while_copying)
+                    tensors = self.destination.receive(request, out)
             why = "received"
         except (MmcopyError, MemoryError) as error:
             self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
             raise
         finally:
             with self._stage(Stage.CLOSE):
-                self._opener.close(sources, why)
-        self._count(item for item, tensor in zip(items, tensors, strict=True) if tensor is not None)
+                request.close(why)
+        self._count(items if owners is None else [i for i, t in zip(items, tensors, strict=True) if t is not None])
         return tensors
 
     def _count(self, received: Iterable[TensorData]) -> None:
-        totals: dict[str, tuple[int, int]] = {}
-        for item in received:
-            path = item.path
-            count, nbytes = totals.get(path, (0, 0))
-            totals[path] = count + 1, nbytes + item.nbytes
-        for path, (count, nbytes) in totals.items():
+        for path, (count, nbytes) in totals_by_path(received).items():
             self.metrics.count(Counter.TENSORS_RECEIVED, path, count)
             self.metrics.count(Counter.BYTES_RECEIVED, path, nbytes)
 

@@ -24,26 +24,46 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from mmcopy._native import CopyJob, CopyPool
+from mmcopy.config import parse_count
 from mmcopy.errors import ClosedError, ReceiveTimeoutError
 from mmcopy.metrics import Counter, Metrics, Stage
 
-from .plan import ReceivePlan
-from .request import ByteArray, Source
+from .plan import CopyPlan
+from .request import ByteArray, Request
 
 __all__ = [
     "CopyEvent",
     "Filling",
     "Pipeline",
     "Slot",
+    "StagingOptions",
     "StagingRing",
     "wait_for_event",
 ]
 
 _POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOptions:
+    """The pinned memory of a receiver on a GPU: ``staging_bytes`` in slots of ``slot_bytes``, two slots at least.
+
+    Raises:
+        ConfigError: a size is not a whole number of bytes, or a slot is smaller than 4096.
+    """
+
+    staging_bytes: int = 64 << 20
+    slot_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("staging_bytes", 1), ("slot_bytes", 4096)):
+            nbytes = parse_count(getattr(self, name), setting=f"StagingOptions.{name}", least=least)
+            object.__setattr__(self, name, nbytes)
 
 
 class CopyEvent(Protocol):
@@ -145,7 +165,7 @@ class Link(Protocol):
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Queue one host-to-device copy."""
 
-    def mark(self, slot: Slot) -> None:
+    def record(self, slot: Slot) -> None:
         """Record the slot's event behind what is queued."""
 
 
@@ -153,15 +173,15 @@ class Pipeline:
     """Runs plans over one ring, one pool of copy threads and one link. Several threads may run plans at once."""
 
     def __init__(self, link: Link, ring: StagingRing, pool: CopyPool, *, device: str, metrics: Metrics) -> None:
-        self._link = link
-        self._ring = ring
-        self._pool = pool
-        self._device = device
-        self._metrics = metrics
+        self.link = link
+        self.ring = ring
+        self.pool = pool
+        self.device = device
+        self.metrics = metrics
 
-    def begin(self, plan: ReceivePlan, sources: Sequence[Source], *, deadline: float) -> Filling:
-        """Start filling slots, as far as they are free. The result must be entered, and told where the bytes go."""
-        return Filling(self._link, self._ring, self._pool, self._device, self._metrics, plan, sources, deadline)
+    def begin(self, plan: CopyPlan, request: Request, *, deadline: float) -> Filling:
+        """Start filling slots, as far as they are free. Enter the result, then :meth:`Filling.send` to the device."""
+        return Filling(self, plan, request, deadline)
 
 
 class Filling:
@@ -170,29 +190,21 @@ class Filling:
     After the block no thread reads a source, whatever happened in it; copies that were queued may still run.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        ring: StagingRing,
-        pool: CopyPool,
-        device: str,
-        metrics: Metrics,
-        plan: ReceivePlan,
-        sources: Sequence[Source],
-        deadline: float,
-    ) -> None:
-        self._link = link
-        self._ring = ring
-        self._pool = pool
-        self._device = device
-        self._metrics = metrics
+    def __init__(self, pipeline: Pipeline, plan: CopyPlan, request: Request, deadline: float) -> None:
+        self._link = pipeline.link
+        self._ring = pipeline.ring
+        self._pool = pipeline.pool
+        self._device = pipeline.device
+        self._metrics = pipeline.metrics
         self._plan = plan
+        self._request = request
+        sources = [request.sources[n] for n in plan.staged]
         self._sources = [source.native for source in sources]
-        self._pieces: Sequence[tuple[int, int, int, int, int]] = plan.pieces
+        self._fills: Sequence[tuple[int, int, int, int, int]] = plan.fills
         if any(source.offset for source in sources):
-            self._pieces = [
+            self._fills = [
                 (chunk, source, sources[source].offset + start, slot_start, nbytes)
-                for chunk, source, start, slot_start, nbytes in plan.pieces
+                for chunk, source, start, slot_start, nbytes in plan.fills
             ]
         self._deadline = deadline
         self._permitted = 0
@@ -203,7 +215,7 @@ class Filling:
         self._slots = self._ring.take(self._plan.num_chunks, self._deadline)
         if self._plan.num_chunks > 1:
             try:
-                self._job = self._pool.start(self._sources, [slot.buffer for slot in self._slots], self._pieces)
+                self._job = self._pool.start(self._sources, [slot.buffer for slot in self._slots], self._fills)
                 self._permit_idle(0)
             except BaseException:
                 self.__exit__()
@@ -217,30 +229,31 @@ class Filling:
         finally:
             self._ring.give_back(self._slots)
 
-    def send(self, dest_addresses: Sequence[int], *, while_copying: Callable[[], None]) -> None:
-        """Queue every copy to the device addresses, each as soon as its chunk is in its slot.
+    def send(self, addresses: Sequence[int]) -> None:
+        """Queue every copy to the bases at these device addresses, each as soon as its chunk is in its slot.
 
-        Returns when every byte has left the sources and every copy is queued. ``while_copying`` is called once, behind
-        the first copy.
+        Unlinks the request's segments behind the first copy. Returns when every byte has left the sources and every
+        copy is queued.
         """
-        plan, slots = self._plan, self._slots
+        copies, slots = self._plan.copies, self._slots
+        num_chunks = len(copies)
         chunk = there = 0
-        while chunk < plan.num_chunks:
+        while chunk < num_chunks:
             if chunk == there:
                 there += self._fill_one() if self._job is None else self._wait(self._job, chunk)
             slot = slots[chunk % len(slots)]
-            for dest, dest_start, slot_start, nbytes in plan.transfers[chunk]:
-                self._link.copy(dest_addresses[dest] + dest_start, slot.address + slot_start, nbytes)
-            self._link.mark(slot)
+            for base, dest_start, slot_start, nbytes in copies[chunk]:
+                self._link.copy(addresses[base] + dest_start, slot.address + slot_start, nbytes)
+            self._link.record(slot)
             if chunk == 0:
-                while_copying()
+                self._request.unlink()
             chunk += 1
 
     def _fill_one(self) -> int:
         slot = self._slots[0]
         if not slot.is_idle():
             self._wait_idle(slot)
-        self._pool.copy_now(self._sources, slot.buffer, self._pieces)
+        self._pool.copy_now(self._sources, slot.buffer, self._fills)
         return 1
 
     def _wait(self, job: CopyJob, chunk: int) -> int:

@@ -208,7 +208,10 @@ def test_the_best_setting_is_best_over_all_sizes_with_no_thread_too_many() -> No
     assert best_setting(rows({(1, mib): (1.0, 1.0), (4, mib): (2.0, 8.0), (8, mib): (9.0, 1.0)})) == Setting(4, mib)
     near = rows({(2, mib): (9.8, 9.8), (4, mib): (10.0, 10.0), (2, 2 * mib): (9.9, 9.9)})
     assert best_setting(near) == Setting(2, 2 * mib)
-    assert advice(Setting(2, 2 * mib)) == "use Receiver(num_threads=2, slot_bytes=2097152)  # slots of 2 MiB"
+    assert (
+        advice(Setting(2, 2 * mib))
+        == "use Receiver(num_threads=2, staging=StagingOptions(slot_bytes=2097152))  # slots of 2 MiB"
+    )
 
 
 def test_it_needs_numpy_alone(segments: Added) -> None:

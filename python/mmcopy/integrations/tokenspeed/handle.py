@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mmcopy._native import Segment, SegmentOwner, sweep, validate_segment_name, write_segment
 from mmcopy.arrays import flatten
-from mmcopy.config import default_num_threads
-from mmcopy.errors import MmcopyError, SegmentNameError, SegmentNotFoundError
-from mmcopy.receive.receiver import ACCEPT_PREFIXES
+from mmcopy.config import ACCEPT_PREFIXES, check_accepted, default_num_threads
+from mmcopy.errors import MmcopyError, SegmentNotFoundError
 from mmcopy.tensors import ShmHandle, TensorData
 
 if TYPE_CHECKING:
@@ -215,10 +214,7 @@ class ShmTensorHandle:
 
     def _open(self) -> Segment:
         name = validate_segment_name(self.shm_name)
-        if not name.startswith(self.accept_prefixes):
-            raise SegmentNameError(
-                f"segment {name!r} is refused: accepted names begin with {', '.join(self.accept_prefixes)}"
-            )
+        check_accepted(name, self.accept_prefixes)
         return Segment.open(SHM_DIR, name)
 
     def _attached(self) -> Segment:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mmcopy.errors import MmcopyError, SegmentNotFoundError
-from mmcopy.metrics import Metrics
+from mmcopy.errors import SegmentNotFoundError
 from mmcopy.receive.group import ItemFacts
-from mmcopy.receive.request import InlineSource, SegmentSource, Source, SourceOpener
+from mmcopy.receive.request import Request, RequestOpener
 from mmcopy.tensors import Inline, ShmHandle, TensorData
 
-from .handle import SHM_DIR, ShmTensorHandle
+from .handle import ShmTensorHandle
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttachedOpener", "DeviceFeatureItem", "Pending"]
+__all__ = ["AttachedRequest", "DeviceFeatureItem", "Pending"]
 
 
 class DeviceFeatureItem(Protocol):
@@ -54,32 +52,23 @@ def _inline(dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) ->
     return TensorData(str(dtype).removeprefix("torch."), shape, Inline(memoryview(flat)))
 
 
-class AttachedOpener(SourceOpener):
+class AttachedRequest(Request):
     """Takes the segments that handles have open; by name they could be gone, because another rank was faster."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        super().__init__(SHM_DIR, ShmTensorHandle.accept_prefixes, metrics)
-        self._pending: Sequence[Pending] = ()
+    __slots__ = ("_pending",)
 
-    @contextlib.contextmanager
-    def offering(self, pending: Sequence[Pending]) -> Iterator[list[TensorData]]:
-        """What the next receive is about; its items. Afterwards nothing of them is kept."""
+    def __init__(self, opener: RequestOpener, pending: Sequence[Pending]) -> None:
+        super().__init__(opener, [each.data for each in pending])
         self._pending = pending
-        try:
-            yield [each.data for each in pending]
-        finally:
-            self._pending = ()
 
-    def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]:
-        missing: dict[int, MmcopyError] = {}
-        for n, (item, each) in enumerate(zip(items, self._pending, strict=True)):
+    def open_reachable(self) -> None:
+        for n, (item, each) in enumerate(zip(self.items, self._pending, strict=True)):
             payload = item.payload
             if isinstance(payload, Inline):
-                opened.append(InlineSource(item, payload))
+                self.add_inline(item, payload)
                 continue
             segment = each.handle.detach() if each.handle is not None else None
             if segment is None:
-                missing[n] = SegmentNotFoundError(f"segment {payload.name!r} is not attached on this rank")
+                self.missing[n] = SegmentNotFoundError(f"segment {payload.name!r} is not attached on this rank")
             else:
-                opened.append(SegmentSource(item, payload, segment, self._metrics))
-        return missing
+                self.add_segment(item, segment)

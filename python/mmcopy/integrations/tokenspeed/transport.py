@@ -11,10 +11,11 @@ from mmcopy.metrics import Counter, Metrics
 from mmcopy.receive.group import ParallelOptions, Strategy, choose_strategy
 from mmcopy.receive.group.collective import CollectiveReceive, PackedDestination
 from mmcopy.receive.group.group import RankGroup
-from mmcopy.receive.request import Source
-from mmcopy.tensors import TensorData
+from mmcopy.receive.request import RequestOpener
+from mmcopy.receive.staging import StagingOptions
 
-from .pending import AttachedOpener, DeviceFeatureItem, Pending
+from .handle import SHM_DIR, ShmTensorHandle
+from .pending import AttachedRequest, DeviceFeatureItem, Pending
 from .routing import route
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class EncoderFeatureTransport:
     items, for :meth:`route_to_item_owners`. ``parallel`` decides as for :class:`mmcopy.Receiver`; its default is
     TokenSpeed's rule and, for large batches, scatter.
 
-    On a GPU ``staging_bytes`` of memory are pinned with the first call for that device, and none later. ``timeout_s``
+    On a GPU the memory of ``staging`` is pinned with the first call for that device, and none later. ``timeout_s``
     bounds each call's waiting. One thread at a time.
     """
 
@@ -43,8 +44,7 @@ class EncoderFeatureTransport:
         dp_cpu_group: Any = None,
         parallel: ParallelOptions | None = None,
         num_threads: int | None = None,
-        staging_bytes: int = 64 << 20,
-        slot_bytes: int = 1 << 20,
+        staging: StagingOptions | None = None,
         timeout_s: float = 60.0,
         metrics: Metrics | None = None,
     ) -> None:
@@ -53,10 +53,9 @@ class EncoderFeatureTransport:
         self._dp_group = None if dp_cpu_group is None else RankGroup(dp_cpu_group, None, device_type="cpu")
         self._options = parallel or ParallelOptions()
         self._num_threads = num_threads or default_num_threads()
-        self._staging_bytes = staging_bytes
-        self._slot_bytes = slot_bytes
+        self._staging = staging or StagingOptions()
         self._timeout_s = parse_seconds(timeout_s, setting="EncoderFeatureTransport.timeout_s")
-        self._opener = AttachedOpener(self.metrics)
+        self._opener = RequestOpener(SHM_DIR, ShmTensorHandle.accept_prefixes, self.metrics)
         self._lock = threading.Lock()
         self._engines: dict[str, tuple[PackedDestination, CollectiveReceive | None]] = {}
 
@@ -138,31 +137,32 @@ class EncoderFeatureTransport:
 
     def _move(self, pending: Sequence[Pending], device: torch.device) -> list[torch.Tensor]:
         destination, collective = self._engine(device)
-        with self._opener.offering(pending) as data:
-            if collective is not None:
-                is_apart = any(each.handle is not None and each.handle.is_cross_node for each in pending)
-                facts = [each.facts for each in pending]
-                how = choose_strategy(facts, size=collective.group.size, options=self._options)
-                if is_apart or how is not Strategy.EACH:
-                    return collective.receive(data, None)
-            return self._move_alone(data, destination)
-
-    def _move_alone(self, data: Sequence[TensorData], destination: PackedDestination) -> list[torch.Tensor]:
-        sources: list[Source] = []
+        request = AttachedRequest(self._opener, pending)
         why = "released"
         try:
-            for error in self._opener.open_reachable(data, sources).values():
-                raise RuntimeError(f"{error}: call attach() on every rank first") from error
-
-            def while_copying() -> None:
-                for source in sources:
-                    source.remove("received")
-
-            tensors = destination.move(sources, out=None, while_copying=while_copying)
+            tensors = self._receive(request, pending, destination, collective)
             why = "received"
             return tensors
         finally:
-            self._opener.close(sources, why)
+            request.close(why)
+
+    def _receive(
+        self,
+        request: AttachedRequest,
+        pending: Sequence[Pending],
+        destination: PackedDestination,
+        collective: CollectiveReceive | None,
+    ) -> list[torch.Tensor]:
+        if collective is not None:
+            is_apart = any(each.handle is not None and each.handle.is_cross_node for each in pending)
+            facts = [each.facts for each in pending]
+            how = choose_strategy(facts, size=collective.group.size, options=self._options)
+            if is_apart or how is not Strategy.EACH:
+                return collective.receive(request)
+        request.open_reachable()
+        for error in request.missing.values():
+            raise RuntimeError(f"{error}: call attach() on every rank first") from error
+        return destination.receive(request)
 
     def _engine(self, device: torch.device) -> tuple[PackedDestination, CollectiveReceive | None]:
         with self._lock:
@@ -177,8 +177,7 @@ class EncoderFeatureTransport:
 
             destination = CudaDestination(
                 device.index,
-                staging_bytes=self._staging_bytes,
-                slot_bytes=self._slot_bytes,
+                staging=self._staging,
                 num_threads=self._num_threads,
                 timeout_s=self._timeout_s,
                 metrics=self.metrics,
@@ -193,7 +192,6 @@ class EncoderFeatureTransport:
         collective = CollectiveReceive(
             group,
             self._options,
-            opener=self._opener,
             destination=destination,
             timeout_s=self._timeout_s,
             metrics=self.metrics,

@@ -1,38 +1,29 @@
 """One GPU, through torch (allocation, streams) and cupy (raw calls that cost about 2 us each).
 
-Everything is given its device index; no other device is touched.
+Every call names its device index; no other device is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mmcopy._native import CopyPool
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import DeviceError, DeviceMemoryError
 from mmcopy.metrics import Metrics
 from mmcopy.receive.in_place import DirectCopies, Reading
-from mmcopy.receive.plan import (
-    ALIGN_BYTES,
-    chunk_bytes_for,
-    layout,
-    parts_in,
-    plan_packed,
-    plan_scattered,
-    plan_windows,
-    views_into,
-)
-from mmcopy.receive.request import Described, LeaseSource, Source
-from mmcopy.receive.staging import Filling, Pipeline, Slot, StagingRing, wait_for_event
+from mmcopy.receive.plan import CopyPlan, Layout, Windows, pack, plan_copies, scatter, views_into
+from mmcopy.receive.request import LeaseSource, Request
+from mmcopy.receive.staging import Filling, Pipeline, Slot, StagingOptions, StagingRing, wait_for_event
+from mmcopy.tensors import TensorData
 
 from .pinned import allocate_slots
 from .registration import ArenaRegistry
-from .stream import CopyStream, Event, find_current_stream, find_runtime
+from .stream import CopyStream, CudaInterfaces, Event, find_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -44,219 +35,93 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class CudaDestination:
-    """Puts sources into tensors on one GPU, through a ring of pinned slots, copy threads and a copy stream.
+    """Puts requests into tensors on one GPU, through a ring of pinned slots, copy threads and a copy stream.
 
-    The pinned memory (``staging_bytes``, in slots of ``slot_bytes``) and the threads are made here, once.
+    The pinned memory and the threads are made here, once. ``cuda`` is for tests; None finds the real interfaces.
     """
 
     def __init__(
         self,
         device_index: int,
         *,
-        staging_bytes: int,
-        slot_bytes: int,
+        staging: StagingOptions,
         num_threads: int,
         timeout_s: float,
         metrics: Metrics,
         endpoint: WorkerEndpoint | None = None,
+        cuda: CudaInterfaces | None = None,
     ) -> None:
-        torch, runtime = find_runtime(device_index)
-        self._torch = torch
-        self._current_stream = find_current_stream(torch)
-        self._runtime = runtime
+        self._cuda = cuda = cuda or find_cuda(device_index)
+        self._torch = torch = cuda.torch
         self._index = device_index
         self._device = torch.device("cuda", device_index)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         with torch.cuda.device(device_index):
-            self._copy_stream = CopyStream(torch, runtime, device_index)
-            memory = allocate_slots(max(2, math.ceil(staging_bytes / slot_bytes)), slot_bytes)
-            self._ring = StagingRing([Slot(buffer, Event(runtime)) for buffer in memory])
+            self.copy_stream = CopyStream(cuda, device_index)
+            num_slots = max(2, math.ceil(staging.staging_bytes / staging.slot_bytes))
+            memory = allocate_slots(cuda, num_slots, staging.slot_bytes)
+            self.ring = StagingRing([Slot(buffer, Event(cuda.runtime)) for buffer in memory])
         self._pool = CopyPool(num_threads)
         name = str(self._device)
-        self._pipeline = Pipeline(self._copy_stream, self._ring, self._pool, device=name, metrics=metrics)
-        self._direct = DirectCopies(self._copy_stream, timeout_s=timeout_s, metrics=metrics)
-        self._arenas: ArenaRegistry | None = None
+        self._pipeline = Pipeline(self.copy_stream, self.ring, self._pool, device=name, metrics=metrics)
+        self._direct = DirectCopies(self.copy_stream, timeout_s=timeout_s, metrics=metrics)
+        self.arenas: ArenaRegistry | None = None
         if endpoint is not None:
-            self._arenas = ArenaRegistry(
-                runtime,
+            self.arenas = ArenaRegistry(
+                cuda.runtime,
                 endpoint,
                 on_device=lambda: torch.cuda.device(device_index),
-                new_event=self._copy_stream.new_event,
+                new_event=self.copy_stream.new_event,
                 device=name,
             )
 
-    def move(
-        self, sources: Sequence[Source], *, out: Sequence[torch.Tensor] | None, while_copying: Callable[[], None]
-    ) -> list[torch.Tensor]:
-        """The sources' bytes in new tensors on the device, or in ``out``; safe on the caller's current stream.
+    def receive(self, request: Request, out: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The request's tensors on the device: views into one allocation, or ``out``, which :meth:`check_out` has
+        checked.
 
-        New tensors are views into one allocation. Blocks until every byte has left the sources, not for the GPU: the
-        last copies may still run when this returns. ``out`` must have been checked by :meth:`check_out`.
+        Blocking: until every byte has left the sources; the last copies may still run.
+        Stream: safe on the caller's current stream.
         """
-        direct = self._in_place(sources)
-        if direct:
-            return self._move_direct(direct, sources, out, while_copying)
-        deadline = time.monotonic() + self._timeout_s
-        sizes = tuple(source.data.nbytes for source in sources)
-        total = sum(sizes)
-        chunk_bytes = chunk_bytes_for(total, num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
-        if total > chunk_bytes:
-            self._pool.rouse(-(-total // chunk_bytes) - 1)  # they wake while the rest is made ready
-        plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
-        if not plan.num_chunks:
-            with self._on_device():
-                while_copying()
-                if out is not None:
-                    return list(out)
-                return _tensors(self._allocate(plan.dest_nbytes, sources), plan.starts, sources)
-        with self._on_device(), self._pipeline.begin(plan, sources, deadline=deadline) as filling:
-            if out is None:
-                base = self._allocate(plan.dest_nbytes, sources)
-                tensors, addresses = _tensors(base, plan.starts, sources), [base.data_ptr()]
-            else:
-                tensors, addresses = list(out), [tensor.data_ptr() for tensor in out]
-            self._between(lambda: filling.send(addresses, while_copying=while_copying))
-        return tensors
+        sizes = tuple(request.sizes)
+        if out is not None:
+            self.fill(request, scatter(sizes), out)
+            return list(out)
+        # Leases first, side by side as their sender laid them: they stay one copy.
+        layout = pack(sizes, () if len(request.leases) in (0, len(sizes)) else tuple(request.leases))
+        plan = self._plan(request, layout, None)
+        with self._on_device(), self._filling(plan, request) as filling:
+            base = self._allocate(layout.nbytes, request.items)
+            # The views are made while other threads fill slots, or while the device copies.
+            tensors = None if filling is None else self._views(base, layout, request.items)
+            self._send(request, plan, filling, [base.data_ptr()], is_packed=True)
+            return self._views(base, layout, request.items) if tensors is None else tensors
 
-    def _in_place(self, sources: Sequence[Source]) -> dict[int, LeaseSource]:
-        """Those of the sources that the GPU can read where they are, by their number, in order."""
-        if self._arenas is None:
-            return {}
-        found = {}
-        arena, is_registered = None, False
-        for n, source in enumerate(sources):
-            if isinstance(source, LeaseSource):
-                if source.arena is not arena:  # mostly one for all leases of a request
-                    arena = source.arena
-                    is_registered = self._arenas.is_registered(arena)
-                if is_registered:
-                    found[n] = source
-        return found
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the device: the base of a packed layout. Raises :class:`DeviceMemoryError`."""
+        return self._empty((nbytes,), "uint8", nbytes, "a packed buffer")
 
-    def _move_direct(
-        self,
-        direct: Mapping[int, LeaseSource],
-        sources: Sequence[Source],
-        out: Sequence[torch.Tensor] | None,
-        while_copying: Callable[[], None],
-    ) -> list[torch.Tensor]:
-        """:meth:`move` where some sources are copied straight from their arena."""
-        if len(direct) < len(sources):
-            return self._move_some_direct(direct, sources, out, while_copying)
-        sizes = [source.data.nbytes for source in sources]
-        starts, nbytes = layout(sizes)
-        with self._on_device():
-            if out is None:
-                base = self._allocate(nbytes, sources)
-                first = base.data_ptr()
-                addresses = [first + start for start in starts]
-            else:
-                addresses = [tensor.data_ptr() for tensor in out]
-            readings = zip(direct.values(), itertools.repeat(0), sizes, addresses, strict=False)
-            self._between(lambda: self._direct.run(readings, is_packed=out is None, when_queued=while_copying))
-            # The views are made under the copies.
-            return _tensors(base, starts, sources) if out is None else list(out)
-
-    def _move_some_direct(
-        self,
-        direct: Mapping[int, LeaseSource],
-        sources: Sequence[Source],
-        out: Sequence[torch.Tensor] | None,
-        while_copying: Callable[[], None],
-    ) -> list[torch.Tensor]:
-        """The same where the rest is staged. In a shared destination the direct ones come first, side by side as their
-        sender laid them."""
-        staged = [n for n in range(len(sources)) if n not in direct]
-        lease_sizes = [source.data.nbytes for source in direct.values()]
-        starts, direct_nbytes = layout(lease_sizes)
-        sizes = tuple(sources[n].data.nbytes for n in staged)
-        chunk_bytes = chunk_bytes_for(sum(sizes), num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
-        plan = (plan_packed if out is None else plan_scattered)(sizes, chunk_bytes=chunk_bytes)
-        deadline = time.monotonic() + self._timeout_s
-        rest = [sources[n] for n in staged]
-        with (
-            self._on_device(),
-            self._pipeline.begin(plan, rest, deadline=deadline) if plan.num_chunks else _NOTHING as filling,
-        ):
-            if out is None:
-                order = dict(zip(direct, starts, strict=True))
-                order.update((n, direct_nbytes + start) for n, start in zip(staged, plan.starts, strict=True))
-                base = self._allocate(direct_nbytes + plan.dest_nbytes, sources)
-                tensors = _tensors(base, [order[n] for n in range(len(sources))], sources)
-                first = base.data_ptr()
-                lease_addresses, staged_addresses = [first + start for start in starts], [first + direct_nbytes]
-            else:
-                tensors = list(out)
-                lease_addresses = [out[n].data_ptr() for n in direct]
-                staged_addresses = [out[n].data_ptr() for n in staged]
-
-            readings = zip(direct.values(), itertools.repeat(0), lease_sizes, lease_addresses, strict=False)
-            self._send(filling, staged_addresses, readings, is_packed=out is None, while_copying=while_copying)
-        return tensors
-
-    def allocate_packed(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor on the device, for :meth:`read_windows`. Raises :class:`DeviceMemoryError`."""
-        try:
-            base: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
-            return base
-        except self._torch.cuda.OutOfMemoryError as error:
-            raise self._no_room(nbytes, "a packed buffer") from error
-
-    def read_windows(
-        self,
-        sources: Sequence[Source],
-        starts: Sequence[int],
-        base: torch.Tensor,
-        windows: Sequence[tuple[int, int]],
-        *,
-        while_copying: Callable[[], None],
+    def fill(
+        self, request: Request, layout: Layout, bases: Sequence[torch.Tensor], windows: Windows | None = None
     ) -> None:
-        """Fill the windows of ``base``, each a start and a stop in bytes, with what the sources, which begin at
-        ``starts`` in it, have there. Blocks and orders streams as :meth:`move`; what lies between the sources gets
-        anything. Leases that the GPU reads in place go back behind the last copy out of them; those of which nothing is
-        in a window are the caller's to release."""
-        whole = tuple(windows)
-        parts = parts_in(tuple(source.data.nbytes for source in sources), tuple(starts), windows=whole)
-        used = sorted({part.source for part in parts})
-        direct = {used[n]: lease for n, lease in self._in_place([sources[n] for n in used]).items()}
-        base_address = base.data_ptr()
-        readings = [
-            (direct[part.source], part.source_start, part.nbytes, base_address + part.dest_start)
-            for part in parts
-            if part.source in direct
-        ]
-        staged = [n for n in used if n not in direct]
-        total = sum(part.nbytes for part in parts if part.source not in direct)
-        chunk_bytes = chunk_bytes_for(total, num_threads=self._num_threads, slot_bytes=self._ring.slot_bytes)
-        if total > chunk_bytes:
-            self._pool.rouse(-(-total // chunk_bytes) - 1)
-        plan = plan_windows(
-            tuple(sources[n].data.nbytes for n in staged),
-            tuple(starts[n] for n in staged),
-            windows=whole,
-            chunk_bytes=chunk_bytes,
-        )
-        if not parts:
-            while_copying()
-            return
-        deadline = time.monotonic() + self._timeout_s
-        with (
-            self._on_device(),
-            self._pipeline.begin(plan, [sources[n] for n in staged], deadline=deadline)
-            if plan.num_chunks
-            else _NOTHING as filling,
-        ):
-            self._send(filling, [base_address], readings, is_packed=True, while_copying=while_copying)
+        """Put the bytes of the open items where ``layout`` says: all, or those in the windows of one packed base.
 
-    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None:
-        """Raise :class:`DeviceError` unless each of ``out`` can take its source's bytes as it is."""
-        for n, (source, tensor) in enumerate(zip(sources, out, strict=True)):
-            data = source.data
+        Blocks and orders streams as :meth:`receive`. The bytes between tensors of a packed base may change. The
+        segments are unlinked behind the first copy. Leases that the GPU reads in place are released behind the last
+        copy out of them; those of which nothing is in a window are released when the request is closed.
+        """
+        plan = self._plan(request, layout, windows)
+        with self._on_device(), self._filling(plan, request) as filling:
+            addresses = [base.data_ptr() for base in bases]
+            self._send(request, plan, filling, addresses, is_packed=layout.is_packed)
+
+    def check_out(self, items: Sequence[TensorData], out: Sequence[object]) -> None:
+        """Raise :class:`DeviceError` unless each of ``out`` can take its item's bytes as it is."""
+        for n, (item, tensor) in enumerate(zip(items, out, strict=True)):
             if not isinstance(tensor, self._torch.Tensor):
                 raise DeviceError(f"out {n} is {type(tensor).__name__}, want a torch tensor")
             found = (str(tensor.device), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            wanted = (str(self._device), data.dtype, data.shape)
+            wanted = (str(self._device), item.dtype, item.shape)
             if found != wanted or not tensor.is_contiguous():
                 layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
                 raise DeviceError(
@@ -269,15 +134,72 @@ class CudaDestination:
         return self._on(self._torch.cuda.current_stream(self._index))
 
     def close(self) -> None:
-        """Wait until no copy reads pinned memory, then let it go. Raises :class:`ReceiveTimeoutError`."""
+        """Wait until no copy reads pinned memory, then free it. Raises :class:`ReceiveTimeoutError`."""
         deadline = time.monotonic() + self._timeout_s
-        self._ring.close(deadline)
-        if self._arenas is not None:
+        self.ring.close(deadline)
+        if self.arenas is not None:
             with self._torch.cuda.device(self._index):
-                wait_for_event(self._copy_stream.new_event(), deadline, what="copies out of arenas")
+                wait_for_event(self.copy_stream.new_event(), deadline, what="copies out of arenas")
             self._direct.close(deadline)
-            self._arenas.close(deadline)
+            self.arenas.close(deadline)
         self._pool.close(max(0.0, deadline - time.monotonic()))
+
+    def _plan(self, request: Request, layout: Layout, windows: Windows | None) -> CopyPlan:
+        in_place: tuple[int, ...] = ()
+        if self.arenas is not None and request.leases:
+            in_place = request.readable_in_place(self.arenas.is_registered)
+        return plan_copies(
+            layout, windows, in_place, num_threads=self._num_threads, slot_bytes=self.ring.slot_bytes
+        )  # fmt: skip
+
+    def _filling(self, plan: CopyPlan, request: Request) -> contextlib.AbstractContextManager[Filling | None]:
+        """Starts filling slots, where anything is staged."""
+        if not plan.copies:
+            return _NOTHING
+        if len(plan.copies) > 1:
+            self._pool.rouse(len(plan.copies) - 1)  # they wake while the rest is made ready
+        return self._pipeline.begin(plan, request, deadline=time.monotonic() + self._timeout_s)
+
+    def _send(
+        self, request: Request, plan: CopyPlan, filling: Filling | None, addresses: Sequence[int], *, is_packed: bool
+    ) -> None:
+        """Queue what is read in place, while that is copied what is staged, and then what is still being written:
+        between what is on the caller's current stream and what comes there next."""
+        caller = self._cuda.current_stream(self._index)
+        # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
+        # still be read there.
+        self.copy_stream.wait_for(caller)
+        begun: list[LeaseSource] = []
+        try:
+            try:
+                growing = self._queue_in_place(request, plan, addresses, begun, is_packed=is_packed)
+                if filling is not None:
+                    filling.send(addresses)
+                request.unlink()
+                if growing:
+                    self._direct.follow(growing, begun)
+            finally:
+                if begun:
+                    self._direct.release_behind(begun)
+        except self._cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
+        finally:
+            # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
+            # from being handed out while a copy still writes to it.
+            self.copy_stream.release(caller)
+
+    def _queue_in_place(
+        self, request: Request, plan: CopyPlan, addresses: Sequence[int], begun: list[LeaseSource], *, is_packed: bool
+    ) -> list[Reading]:
+        """Queue the copies out of arenas; return those that are for :meth:`DirectCopies.follow`."""
+        if not plan.in_place:
+            return []
+        sources: list[Any] = request.sources
+        readings = (
+            (sources[source], start, nbytes, addresses[base] + dest_start)
+            for source, base, _, start, dest_start, nbytes in plan.in_place
+        )
+        return self._direct.copy(readings, begun, is_packed=is_packed)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -285,65 +207,27 @@ class CudaDestination:
         with self._torch.cuda.device(self._index), self._torch.cuda.stream(stream):
             yield
 
-    def _send(
-        self,
-        filling: Filling | None,
-        addresses: Sequence[int],
-        readings: Iterable[Reading],
-        *,
-        is_packed: bool,
-        while_copying: Callable[[], None],
-    ) -> None:
-        """Queue what is read in place, and then, while that is copied, what is staged."""
-
-        def staged_too() -> None:
-            if filling is None:
-                while_copying()
-            else:
-                filling.send(addresses, while_copying=while_copying)
-
-        self._between(lambda: self._direct.run(readings, is_packed=is_packed, when_queued=staged_too))
-
-    def _between(self, send: Callable[[], None]) -> None:
-        """Queue copies between what is on the caller's current stream and what comes there next."""
-        caller = self._current_stream(self._index)
-        # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
-        # still be read there.
-        self._copy_stream.wait_for(caller)
-        try:
-            send()
-        except self._runtime.CUDARuntimeError as error:
-            raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
-        finally:
-            # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
-            # from being handed out while a copy still writes to it.
-            self._copy_stream.release(caller)
-
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         """Makes the device the calling thread's current one, as it mostly is."""
-        if self._runtime.getDevice() == self._index:
+        if self._cuda.runtime.getDevice() == self._index:
             return _NOTHING
         return self._torch.cuda.device(self._index)  # type: ignore[no-any-return]
 
-    def _allocate(self, dest_nbytes: int, sources: Sequence[Source]) -> torch.Tensor:
-        """One allocation on the caller's stream: the one source's tensor, or bytes for all."""
-        shape: tuple[int, ...] = (-(-dest_nbytes // ALIGN_BYTES) * ALIGN_BYTES,)  # whole elements of every dtype
-        dtype = "uint8"
-        if len(sources) == 1:
-            shape, dtype = sources[0].data.shape, sources[0].data.dtype
+    def _allocate(self, nbytes: int, items: Sequence[TensorData]) -> torch.Tensor:
+        """One allocation on the caller's stream: the one item's tensor, or bytes for all."""
+        if len(items) == 1:
+            return self._empty(items[0].shape, items[0].dtype, nbytes, "1 tensors")
+        return self._empty((nbytes,), "uint8", nbytes, f"{len(items)} tensors")
+
+    def _views(self, base: torch.Tensor, layout: Layout, items: Sequence[TensorData]) -> list[torch.Tensor]:
+        return [base] if len(items) == 1 else views_into(base, layout.starts, items)
+
+    def _empty(self, shape: tuple[int, ...], dtype: str, nbytes: int, what: str) -> torch.Tensor:
         try:
             base: torch.Tensor = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
             return base
         except self._torch.cuda.OutOfMemoryError as error:
-            raise self._no_room(dest_nbytes, f"{len(sources)} tensors") from error
-
-    def _no_room(self, nbytes: int, what: str) -> DeviceMemoryError:
-        free, total = self._torch.cuda.mem_get_info(self._index)
-        return DeviceMemoryError(
-            f"cuda:{self._index} has no room for {what}: wanted {nbytes} bytes, {free} of {total} free"
-        )
-
-
-def _tensors(base: torch.Tensor, starts: Sequence[int], sources: Sequence[Source]) -> list[torch.Tensor]:
-    """What was allocated, as the sources' tensors."""
-    return [base] if len(sources) == 1 else views_into(base, starts, sources)
+            free, total = self._torch.cuda.mem_get_info(self._index)
+            raise DeviceMemoryError(
+                f"cuda:{self._index} has no room for {what}: wanted {nbytes} bytes, {free} of {total} free"
+            ) from error

@@ -10,26 +10,26 @@ import numpy as np
 from mmcopy.errors import DeviceError
 from mmcopy.receive.request import ByteArray
 
-__all__ = ["allocate_slots"]
+from .stream import CudaInterfaces
+
+__all__ = ["allocate_slots", "available_bytes"]
 
 _log = logging.getLogger(__name__)
 
 
-def allocate_slots(num_slots: int, slot_bytes: int) -> list[ByteArray]:
+def allocate_slots(cuda: CudaInterfaces, num_slots: int, slot_bytes: int) -> list[ByteArray]:
     """Page-locked slots from one cudaHostAlloc; freed with the last array that refers to it.
 
     Where the system refuses, or has too little memory, half as many are tried, down to two, with one warning.
     """
-    from cupy.cuda import PinnedMemory, PinnedMemoryPointer, runtime
-
     wanted = num_slots
     # Pinning more than there is would not fail: it would have the system kill a process, perhaps this one.
-    num_slots = max(2, min(num_slots, _available_bytes() // 2 // slot_bytes))
+    num_slots = max(2, min(num_slots, available_bytes() // 2 // slot_bytes))
     while True:
         try:
-            memory = PinnedMemoryPointer(PinnedMemory(num_slots * slot_bytes), 0)
+            memory = cuda.pin(num_slots * slot_bytes)
             break
-        except runtime.CUDARuntimeError as error:
+        except cuda.runtime.CUDARuntimeError as error:
             if num_slots <= 2:
                 raise DeviceError(f"cannot pin {num_slots} slots of {slot_bytes} bytes: {error}") from error
             num_slots = max(2, num_slots // 2)
@@ -43,7 +43,7 @@ def allocate_slots(num_slots: int, slot_bytes: int) -> list[ByteArray]:
     return [whole[start : start + slot_bytes] for start in range(0, len(whole), slot_bytes)]
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that could be used without swapping, as the kernel estimates it."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -122,7 +122,7 @@ class ArenaRegistry:
         new_event: Callable[[], CopyEvent],
         device: str,
     ) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._endpoint = endpoint.native
         self._on_device = on_device
         self._new_event = new_event
@@ -137,6 +137,11 @@ class ArenaRegistry:
     def is_registered(self, arena: ArenaMap) -> bool:
         """Whether the GPU can read ``arena`` in place. Registers it if that was not done yet, and blocks for that."""
         return self._find(arena).works
+
+    @property
+    def num_parts(self) -> int:
+        """Registrations of arenas' data that are held now."""
+        return sum(len(known.data) for known in self._known.values())
 
     @property
     def num_registered(self) -> int:
@@ -163,7 +168,7 @@ class ArenaRegistry:
         return known
 
     def _register(self, arena: ArenaMap) -> _Registered:
-        runtime = self._runtime
+        runtime = self.runtime
         with self._on_device():
             try:
                 data = self._pin(arena.data_address, arena.data_nbytes, _READ_ONLY | _MAPPED)
@@ -187,10 +192,10 @@ class ArenaRegistry:
         return _Registered(arena, data, marks)
 
     def _pin(self, address: int, nbytes: int, flags: int) -> _Parts:
-        return register(self._runtime, address, nbytes, flags, should_stop=lambda: self._stopping)
+        return register(self.runtime, address, nbytes, flags, should_stop=lambda: self._stopping)
 
     def _unregister(self, known: _Registered) -> None:
-        unregister(self._runtime, [*known.data, *known.marks])
+        unregister(self.runtime, [*known.data, *known.marks])
         known.data, known.marks = [], []
 
     def _watch(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mmcopy.errors import DeviceError, MissingDependencyError
@@ -14,17 +15,37 @@ from mmcopy.receive.staging import Slot
 
 from .registration import split_runs
 
-__all__ = [
-    "CopyStream",
-    "Event",
-    "find_current_stream",
-    "find_driver",
-    "find_runtime",
-]
+__all__ = ["CopyStream", "CudaInterfaces", "Event", "find_cuda"]
+
+_log = logging.getLogger(__name__)
+
+_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming
+
+_FEWEST_BATCHED = 4
+"""So many copies are queued faster by one call than by one each (H200, copies of 64 KiB, queued and done: 4 in 23 us
+against 26, 16 in 48 against 71, 256 in 620 against 1016; 2 and 3 alike)."""
 
 
-def find_runtime(device_index: int) -> tuple[Any, Any]:
-    """torch and cupy's CUDA runtime, once both are importable and the device exists."""
+@dataclass(frozen=True, slots=True)
+class CudaInterfaces:
+    """The programs that CUDA is used through. A test can bring its own."""
+
+    torch: Any
+    runtime: Any
+    """cupy's ``cupy.cuda.runtime``."""
+    driver: Any
+    """``cuda.bindings.driver``, which comes with torch; None without it."""
+    current_stream: Callable[[int], int]
+    """The stream that is current on a device, as CUDA's number."""
+    pin: Callable[[int], Any]
+    """That many bytes of new page-locked memory, as a buffer that frees it; raises ``runtime.CUDARuntimeError``."""
+
+
+def find_cuda(device_index: int) -> CudaInterfaces:
+    """The interfaces to a device that exists.
+
+    Raises :class:`MissingDependencyError` without torch or cupy, and :class:`DeviceError`.
+    """
     try:
         import torch
     except ImportError as error:
@@ -42,36 +63,24 @@ def find_runtime(device_index: int) -> tuple[Any, Any]:
         raise MissingDependencyError(
             f"CUDA devices need cupy for CUDA {torch.version.cuda}: pip install 'mmcopy[cuda13]' (or cuda12)"
         ) from error
-    return torch, runtime
-
-
-def find_driver() -> Any:
-    """CUDA's driver interface, which comes with torch; None without it."""
     try:
         from cuda.bindings import driver
     except ImportError:
-        return None
-    return driver
+        driver = None
+    # torch's own compiled code asks so; the public way makes an object first (3.0 us against 0.15 on an H200's host).
+    current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if current_stream is None:
+
+        def current_stream(index: int) -> int:
+            return int(torch.cuda.current_stream(index).cuda_stream)
+
+    return CudaInterfaces(torch, runtime, driver, current_stream, _pin)
 
 
-def find_current_stream(torch: Any) -> Callable[[int], int]:
-    """What tells the stream that is current on a device, as CUDA's number.
+def _pin(nbytes: int) -> Any:
+    from cupy.cuda import PinnedMemory, PinnedMemoryPointer
 
-    torch's own compiled code asks so; the public way makes an object first (3.0 us against 0.15 on an H200's host).
-    """
-    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        return raw
-    return lambda device_index: int(torch.cuda.current_stream(device_index).cuda_stream)
-
-
-_log = logging.getLogger(__name__)
-
-_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming
-
-_FEWEST_BATCHED = 4
-"""So many copies are queued faster by one call than by one each (H200, copies of 64 KiB, queued and done: 4 in 23 us
-against 26, 16 in 48 against 71, 256 in 620 against 1016; 2 and 3 alike)."""
+    return PinnedMemoryPointer(PinnedMemory(nbytes), 0)
 
 
 class Event:
@@ -93,36 +102,39 @@ class Event:
 
 
 class CopyStream:
-    """The stream that all host-to-device copies of one receiver run on."""
+    """The stream that all host-to-device copies of one receiver run on.
 
-    def __init__(self, torch: Any, runtime: Any, device_index: int) -> None:
-        self.stream = torch.cuda.Stream(device_index)
+    ``runtime`` and ``driver`` are those of :class:`CudaInterfaces`; a test can replace them.
+    """
+
+    def __init__(self, cuda: CudaInterfaces, device_index: int) -> None:
+        self.stream = cuda.torch.cuda.Stream(device_index)
+        self.runtime = cuda.runtime
+        self.driver = cuda.driver
         self._device_index = device_index
         self._pointer: int = self.stream.cuda_stream
-        self._runtime = runtime
-        self._host_to_device = runtime.memcpyHostToDevice
+        self._host_to_device = self.runtime.memcpyHostToDevice
         self._order = threading.Lock()
-        self._event = Event(runtime)
-        self._driver = find_driver()
-        self._attributes = None if self._driver is None else _batch_attributes(self._driver)
-        self._driver_stream = None if self._driver is None else self._driver.CUstream(self._pointer)
+        self._event = Event(self.runtime)
+        self._attributes = None if self.driver is None else _batch_attributes(self.driver)
+        self._driver_stream = None if self.driver is None else self.driver.CUstream(self._pointer)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        self._runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
+        self.runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
 
     def copy_all(self, runs: Sequence[Run]) -> None:
         """Queue copies out of registered memory, in any order among themselves."""
         runs = split_runs(runs)
-        if len(runs) < _FEWEST_BATCHED or not self._copy_batch(runs):
+        if len(runs) < _FEWEST_BATCHED or not self.copy_batch(runs):
             for run in runs:
                 self.copy(*run)
 
-    def _copy_batch(self, runs: Sequence[Run]) -> bool:
+    def copy_batch(self, runs: Sequence[Run]) -> bool:
         """Queue all by one call; False where there is none. A driver that refuses is not asked again: the copies one
         by one will tell if they were the reason."""
-        if self._driver is None or self._attributes is None:
+        if self.driver is None or self._attributes is None:
             return False
-        driver = self._driver
+        driver = self.driver
         result, *_ = driver.cuMemcpyBatchAsync(
             [driver.CUdeviceptr(run.dest) for run in runs],
             [driver.CUdeviceptr(run.source) for run in runs],
@@ -139,30 +151,30 @@ class CopyStream:
             return False
         return True
 
-    def mark(self, slot: Slot) -> None:
-        self._runtime.eventRecord(slot.event.pointer, self._pointer)  # type: ignore[attr-defined]
+    def record(self, slot: Slot) -> None:
+        self.runtime.eventRecord(slot.event.pointer, self._pointer)  # type: ignore[attr-defined]
         slot.copying = True
 
     def write_word(self, address: int, value: int) -> bool:
         """Write 32 bits to registered host memory behind what is queued; False where the driver cannot."""
-        if self._driver is None:
+        if self.driver is None:
             return False
-        driver = self._driver
+        driver = self.driver
         (result,) = driver.cuStreamWriteValue32(self._driver_stream, driver.CUdeviceptr(address), value, 0)
         if int(result) != 0:
-            self._driver = None
-            _log.warning("the driver refuses to write marks from a stream (%s): the host writes them", result)
+            self.driver = None
+            _log.warning("the driver refuses to write release flags from a stream (%s): the host writes them", result)
             return False
         return True
 
     def bind_thread(self) -> None:
         """Make the device the calling thread's: without it a call could make a context on another."""
-        self._runtime.setDevice(self._device_index)
+        self.runtime.setDevice(self._device_index)
 
     def new_event(self) -> Event:
         """A new event behind what is queued."""
-        event = Event(self._runtime)
-        self._runtime.eventRecord(event.pointer, self._pointer)
+        event = Event(self.runtime)
+        self.runtime.eventRecord(event.pointer, self._pointer)
         return event
 
     def wait_for(self, stream: int) -> None:
@@ -175,8 +187,8 @@ class CopyStream:
 
     def _edge(self, first: int, second: int) -> None:
         with self._order:  # record and wait belong together: one event serves all receives
-            self._runtime.eventRecord(self._event.pointer, first)
-            self._runtime.streamWaitEvent(second, self._event.pointer)
+            self.runtime.eventRecord(self._event.pointer, first)
+            self.runtime.streamWaitEvent(second, self._event.pointer)
 
 
 def _batch_attributes(driver: Any) -> Any:

@@ -2,7 +2,7 @@
 
     open      each rank opens what it can reach, and allocates
     agree     one exchange: the same items everywhere? who reaches what? did anything fail?
-    remove    names go: everybody who will read has opened
+    unlink    names go: every rank that will read has opened
     read      each rank its windows of the packed buffer (plan.py)
     ready     where bytes are to go from rank to rank: one more exchange; a rank that failed to read says so
     collect   broadcasts and gathers, on the caller's stream
@@ -20,7 +20,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from mmcopy.errors import (
     ConfigError,
@@ -31,8 +31,8 @@ from mmcopy.errors import (
     SegmentPermissionError,
 )
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.receive.plan import views_into
-from mmcopy.receive.request import Described, Source
+from mmcopy.receive.plan import Layout, Windows, place, views_into
+from mmcopy.receive.request import Request
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .agreement import agree, gather_reachability
@@ -50,80 +50,40 @@ from .plan import (
     plan_group,
 )
 
-__all__ = ["CollectiveReceive", "Opener", "PackedDestination"]
+__all__ = ["CollectiveReceive", "PackedDestination"]
 
 
 class PackedDestination(Protocol):
-    """A destination that can also fill parts of one packed buffer of bytes."""
+    """A destination that can also fill windows of a packed buffer."""
 
-    def move(
-        self, sources: Sequence[Source], *, out: Sequence[Any] | None, while_copying: Callable[[], None]
-    ) -> list[Any]: ...
+    def receive(self, request: Request, out: Sequence[Any] | None = None) -> list[Any]: ...
 
-    def allocate_packed(self, nbytes: int) -> Any: ...
+    def allocate(self, nbytes: int) -> Any: ...
 
-    def read_windows(
-        self,
-        sources: Sequence[Source],
-        starts: Sequence[int],
-        base: Any,
-        windows: Sequence[tuple[int, int]],
-        *,
-        while_copying: Callable[[], None],
-    ) -> None: ...
+    def fill(self, request: Request, layout: Layout, bases: Sequence[Any], windows: Windows | None = None) -> None: ...
 
-    def check_out(self, sources: Sequence[Described], out: Sequence[object]) -> None: ...
+    def check_out(self, items: Sequence[TensorData], out: Sequence[object]) -> None: ...
 
     def on_current_stream(self) -> contextlib.AbstractContextManager[None]: ...
 
     def close(self) -> None: ...
 
 
-class Opener(Protocol):
-    """Where sources come from; :class:`mmcopy.receive.request.SourceOpener` opens them by name."""
+class _Turn:
+    """What one rank has of a receive: the request, and the buffer."""
 
-    def open_reachable(self, items: Sequence[TensorData], opened: list[Source]) -> dict[int, MmcopyError]: ...
-
-    def close(self, sources: Sequence[Source], why: str) -> None: ...
-
-    def release(self, items: Sequence[TensorData]) -> int: ...
-
-
-class _Item(NamedTuple):
-    data: TensorData
-
-
-class _Opened:
-    """What one rank has of a receive: a source for each item that it reaches, and its buffer."""
-
-    def __init__(self, items: Sequence[TensorData]) -> None:
-        self.items = [_Item(item) for item in items]
-        self.sources: list[Source] = []
-        self.missing: dict[int, MmcopyError] = {}
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.base: Any = None
         self.error: Exception | None = None
 
-    def clear(self) -> None:
-        """Let go of all. An error's traceback refers to this object, and would keep the bytes for as long."""
-        self.sources, self.missing, self.base, self.error = [], {}, None, None
+    @property
+    def items(self) -> Sequence[TensorData]:
+        return self.request.items
 
     @property
     def bits(self) -> list[bool]:
-        return [n not in self.missing for n in range(len(self.items))]
-
-    @property
-    def by_item(self) -> dict[int, Source]:
-        """The sources by their items' number."""
-        here = (n for n in range(len(self.items)) if n not in self.missing)
-        return dict(zip(here, self.sources, strict=True))
-
-    def starts(self, plan: GroupPlan) -> list[int]:
-        """Where the sources begin in the buffer."""
-        return [start for n, start in enumerate(plan.starts) if n not in self.missing]
-
-    def remove_names(self) -> None:
-        for source in self.sources:
-            source.remove("received")
+        return [n not in self.request.missing for n in range(len(self.items))]
 
 
 class CollectiveReceive:
@@ -134,95 +94,84 @@ class CollectiveReceive:
         group: RankGroup,
         options: ParallelOptions,
         *,
-        opener: Opener,
         destination: PackedDestination,
         timeout_s: float,
         metrics: Metrics,
     ) -> None:
         self.group = group
         self.options = options
-        self._opener = opener
         self._destination = destination
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._options_hash = hash_options(options)
 
     def receive(
-        self, items: Sequence[TensorData], out: Sequence[Any] | None, owners: Sequence[int] | None = None
+        self, request: Request, out: Sequence[Any] | None = None, owners: Sequence[int] | None = None
     ) -> list[Any]:
-        """Every rank's tensors alike: views into one new buffer, or ``out`` filled.
+        """Every rank's tensors alike: views into one new buffer, or ``out`` filled. Opens ``request``, which the caller
+        closes.
 
         With ``owners``, a rank of the group for each item: new tensors of the items that this rank owns, and None.
-        Blocks as :meth:`Receiver.receive`, and until every rank has come. The segments are removed, whatever happens.
+        Blocks as :meth:`Receiver.receive`, and until every rank has come.
         """
         deadline = time.monotonic() + self._timeout_s
-        opened = _Opened(items)
-        why = "released"
+        turn = _Turn(request)
         try:
             with self.group.turn(deadline), self._destination.on_current_stream():
                 if owners is None:
-                    tensors = self._receive(opened, out, deadline)
-                else:
-                    tensors = self._receive_owned(opened, owners, deadline)
-            why = "received"
-            return tensors
+                    return self._receive(turn, out, deadline)
+                return self._receive_owned(turn, owners, deadline)
         finally:
-            self._opener.close(opened.sources, why)
-            opened.clear()
-            if why == "released":
-                self._opener.release(items)  # of which some may not be open here
+            turn.base, turn.error = None, None  # an error's traceback refers to this turn, and would keep the bytes
 
-    def _receive(self, opened: _Opened, out: Sequence[Any] | None, deadline: float) -> list[Any]:
-        facts = tuple(
-            ItemFacts(item.data.nbytes, item.data.dtype, isinstance(item.data.payload, ShmHandle))
-            for item in opened.items
-        )
+    def _receive(self, turn: _Turn, out: Sequence[Any] | None, deadline: float) -> list[Any]:
+        facts = tuple(ItemFacts(item.nbytes, item.dtype, isinstance(item.payload, ShmHandle)) for item in turn.items)
 
         def prepare() -> None:
             if out is not None:
-                self._destination.check_out(opened.items, out)
+                self._destination.check_out(turn.items, out)
             likely = choose_strategy(facts, size=self.group.size, options=self.options)
             if out is None or likely is not Strategy.EACH:
-                self._allocate(opened, facts)
+                self._allocate(turn, facts)
 
-        mine = self._open(opened, prepare)
-        reachable = self._agree(opened, mine, deadline)
+        mine = self._open(turn, prepare)
+        reachable = self._agree(turn, mine, deadline)
         plan = plan_group(facts, size=self.group.size, options=self.options, reachable=reachable)
         self._metrics.count(Counter.GROUP_RECEIVES, plan.label)
         if not plan.has_collectives and out is not None:
-            return self._destination.move(opened.sources, out=out, while_copying=opened.remove_names)
+            return self._destination.receive(turn.request, out)
         if not plan.has_collectives:
-            self._read(opened, plan)
+            self._read(turn, plan)
         else:
 
             def read() -> None:
-                self._allocate(opened, facts)
-                self._read(opened, plan)
+                self._allocate(turn, facts)
+                self._read(turn, plan)
 
-            self._say_how(opened, replace(mine, step=READY_STEP), read, deadline)
-            self._collect(opened.base, plan, deadline)
-        tensors = views_into(opened.base, plan.starts, opened.items)
+            self._say_how(turn, replace(mine, step=READY_STEP), read, deadline)
+            self._collect(turn.base, plan, deadline)
+        tensors = views_into(turn.base, plan.starts, turn.items)
         if out is None:
             return tensors
         for each, tensor in zip(out, tensors, strict=True):
             each.copy_(tensor)
         return list(out)
 
-    def _receive_owned(self, opened: _Opened, owners: Sequence[int], deadline: float) -> list[Any]:
+    def _receive_owned(self, turn: _Turn, owners: Sequence[int], deadline: float) -> list[Any]:
         rank, size = self.group.rank, self.group.size
 
         def prepare() -> None:
-            if len(owners) != len(opened.items) or not all(owner in range(size) for owner in owners):
+            if len(owners) != len(turn.items) or not all(owner in range(size) for owner in owners):
                 raise ConfigError(
-                    f"owners is {list(owners)}, want one rank of 0 to {size - 1} for each of {len(opened.items)} items"
+                    f"owners is {list(owners)}, want one rank of 0 to {size - 1} for each of {len(turn.items)} items"
                 )
 
-        opening = self._open(opened, prepare, tuple(owners))
-        reachable = self._agree(opened, opening, deadline) or ((True,) * len(owners),) * size
+        opening = self._open(turn, prepare, tuple(owners))
+        reachable = self._agree(turn, opening, deadline) or ((True,) * len(owners),) * size
         self._metrics.count(Counter.GROUP_RECEIVES, "owned")
-        opened.remove_names()
-        transfers = plan_transfers([item.data.nbytes for item in opened.items], owners, reachable)
-        sources = opened.by_item
+        turn.request.unlink()
+        transfers = plan_transfers([item.nbytes for item in turn.items], owners, reachable)
+        sources = turn.request.by_item()
         if transfers:
             buffers: list[tuple[Transfer, Any]] = []
 
@@ -233,7 +182,7 @@ class CollectiveReceive:
                     if rank == transfer.source:
                         read_for(transfer, sources, buffers[-1][1])
 
-            self._say_how(opened, replace(opening, step=READY_STEP), fill, deadline)
+            self._say_how(turn, replace(opening, step=READY_STEP), fill, deadline)
             self.group.transfer(
                 [(buffer, transfer.owner) for transfer, buffer in buffers if transfer.source == rank],
                 [(buffer, transfer.source) for transfer, buffer in buffers if transfer.owner == rank],
@@ -241,16 +190,16 @@ class CollectiveReceive:
             )
             for transfer, buffer in buffers:
                 if transfer.owner == rank:
-                    sources.update(arrived(transfer, [item.data for item in opened.items], buffer))
+                    sources.update(arrived(transfer, turn.items, buffer))
         own = [n for n, owner in enumerate(owners) if owner == rank]
-        mine = [sources.get(n) or nothing(opened.items[n].data) for n in own]
-        tensors = self._destination.move(mine, out=None, while_copying=lambda: None)
+        mine = [sources.get(n) or nothing(turn.items[n]) for n in own]
+        tensors = self._destination.receive(turn.request.select(mine))
         by_item = dict(zip(own, tensors, strict=True))
         return [by_item.get(n) for n in range(len(owners))]
 
-    def _open(self, opened: _Opened, prepare: Callable[[], None], *further: object) -> Digest:
+    def _open(self, turn: _Turn, prepare: Callable[[], None], *further: object) -> Digest:
         """Open what is here, prepare, and the digest of how it went; ``further`` has to agree, too."""
-        items = [item.data for item in opened.items]
+        items = turn.items
         digest = Digest(
             self.group.line.sequence,
             0,
@@ -261,49 +210,46 @@ class CollectiveReceive:
             self._options_hash,
         )
         try:
-            opened.missing = self._opener.open_reachable(items, opened.sources)
+            turn.request.open_reachable()
             prepare()
         except Exception as error:
-            opened.error = error
+            turn.error = error
             return digest.having(Status.FAILED, text_of(error))
-        if not opened.missing:
+        if not turn.request.missing:
             return digest
         is_denied = any(
-            isinstance(error, (SegmentPermissionError, LeaseForgedError)) for error in opened.missing.values()
+            isinstance(error, (SegmentPermissionError, LeaseForgedError)) for error in turn.request.missing.values()
         )
-        return replace(digest, status=Status.PARTIAL, is_denied=is_denied, body=pack_bits(opened.bits, 0))
+        return replace(digest, status=Status.PARTIAL, is_denied=is_denied, body=pack_bits(turn.bits, 0))
 
-    def _agree(self, opened: _Opened, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
+    def _agree(self, turn: _Turn, mine: Digest, deadline: float) -> tuple[tuple[bool, ...], ...] | None:
         """Who reaches what; None: everybody everything. Raises what is wrong on any rank."""
         digests = agree(self.group, mine, deadline)
-        raise_failure(digests, opened.error)
-        reachable = gather_reachability(self.group, digests, opened.bits, deadline)
+        raise_failure(digests, turn.error)
+        reachable = gather_reachability(self.group, digests, turn.bits, deadline)
         if reachable is not None and (n := first_unreached(reachable)) is not None:
-            self._raise_unreached(opened, n, is_denied=any(digest.is_denied for digest in digests))
+            self._raise_unreached(turn, n, is_denied=any(digest.is_denied for digest in digests))
         return reachable
 
-    def _allocate(self, opened: _Opened, facts: tuple[ItemFacts, ...]) -> None:
-        if opened.base is None:
-            opened.base = self._destination.allocate_packed(capacity_bytes(facts, size=self.group.size))
+    def _allocate(self, turn: _Turn, facts: tuple[ItemFacts, ...]) -> None:
+        if turn.base is None:
+            turn.base = self._destination.allocate(capacity_bytes(facts, size=self.group.size))
 
-    def _read(self, opened: _Opened, plan: GroupPlan) -> None:
-        self._destination.read_windows(
-            opened.sources,
-            opened.starts(plan),
-            opened.base,
-            plan.windows(self.group.rank),
-            while_copying=opened.remove_names,
-        )
+    def _read(self, turn: _Turn, plan: GroupPlan) -> None:
+        request = turn.request
+        starts = [start for n, start in enumerate(plan.starts) if n not in request.missing]
+        layout = place(tuple(request.sizes), tuple(starts))
+        self._destination.fill(request, layout, [turn.base], tuple(plan.windows(self.group.rank)))
 
-    def _say_how(self, opened: _Opened, ready: Digest, read: Callable[[], None], deadline: float) -> None:
+    def _say_how(self, turn: _Turn, ready: Digest, read: Callable[[], None], deadline: float) -> None:
         """Read for the others, and wait until all have; one rank's failure is that of all."""
         try:
             read()
             ready = ready.having(Status.OK)
         except Exception as error:
-            opened.error = error
+            turn.error = error
             ready = ready.having(Status.FAILED, text_of(error))
-        raise_failure(agree(self.group, ready, deadline), opened.error)
+        raise_failure(agree(self.group, ready, deadline), turn.error)
 
     def _collect(self, base: Any, plan: GroupPlan, deadline: float) -> None:
         for section in plan.sections:
@@ -313,8 +259,8 @@ class CollectiveReceive:
                 start, stop = plan.share(section, self.group.rank)
                 self.group.gather_shares(base[section.start : section.stop], base[start:stop], deadline)
 
-    def _raise_unreached(self, opened: _Opened, n: int, *, is_denied: bool) -> NoReturn:
-        payload = opened.items[n].data.payload
+    def _raise_unreached(self, turn: _Turn, n: int, *, is_denied: bool) -> NoReturn:
+        payload = turn.items[n].payload
         assert isinstance(payload, ShmHandle)  # what is in the message is everywhere
         kind: type[MmcopyError]
         if payload.is_lease:
@@ -322,5 +268,5 @@ class CollectiveReceive:
         else:
             what, kind = "segment", SegmentPermissionError if is_denied else SegmentNotFoundError
         raise kind(
-            f"{what} {payload.name!r}, item {n} of {len(opened.items)}: none of the {self.group.size} ranks can open it"
-        ) from opened.missing[n]
+            f"{what} {payload.name!r}, item {n} of {len(turn.items)}: none of the {self.group.size} ranks can open it"
+        ) from turn.request.missing[n]

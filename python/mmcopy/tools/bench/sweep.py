@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mmcopy.config import TransportConfig
 from mmcopy.receive.receiver import Receiver
+from mmcopy.receive.staging import StagingOptions
 from mmcopy.send.sender import Sender
 from mmcopy.tools.units import bytes_text
 
@@ -37,9 +38,11 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """``"num_threads=8, slot_bytes=2097152"``: as a Receiver takes it, and unique for each setting."""
+        """As a Receiver takes it, and unique for each setting."""
         threads = f"num_threads={self.num_threads}"
-        return threads if self.slot_bytes is None else f"{threads}, slot_bytes={self.slot_bytes}"
+        return (
+            threads if self.slot_bytes is None else f"{threads}, staging=StagingOptions(slot_bytes={self.slot_bytes})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def _receiver(device: str, setting: Setting) -> Receiver:
         framework=framework_for(device),
         shm_dir=SHM_DIR,
         num_threads=setting.num_threads,
-        slot_bytes=setting.slot_bytes,
+        staging=StagingOptions(slot_bytes=setting.slot_bytes),
     )
 
 
@@ -139,7 +142,7 @@ def best_setting(rows: Sequence[SweepRow]) -> Setting:
 
 
 def advice(best: Setting) -> str:
-    """``"use Receiver(num_threads=8, slot_bytes=2097152)  # slots of 2 MiB"``"""
+    """``"use Receiver(num_threads=8, staging=StagingOptions(slot_bytes=2097152))  # slots of 2 MiB"``"""
     slots = "" if best.slot_bytes is None else f"  # slots of {bytes_text(best.slot_bytes)}"
     return f"use Receiver({best.label}){slots}"
 
