@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mmcopy.arrays import flatten
-from mmcopy.errors import ArrayTypeError, UnknownDtypeError
+from mmcopy.errors import ArrayTypeError, DtypeError
 from mmcopy.tensors import DTYPES
 
 NUMPY_DTYPES = [name for name in DTYPES if not name.startswith(("bfloat", "float8"))]
@@ -124,10 +124,10 @@ class OnlyDlpack:
         ([1, 2], ArrayTypeError, "list is no array"),
         (None, ArrayTypeError, "NoneType is no array"),
         ("text", ArrayTypeError, "str is no array"),
-        (np.array([object()]), UnknownDtypeError, "object"),
-        (np.zeros(2, dtype=np.complex64), UnknownDtypeError, "complex64"),
-        (np.zeros(2, dtype=[("a", "i4")]), UnknownDtypeError, "cannot be sent"),
-        (torch.zeros(2, dtype=torch.complex64), UnknownDtypeError, "complex64"),
+        (np.array([object()]), DtypeError, "object"),
+        (np.zeros(2, dtype=np.complex64), DtypeError, "complex64"),
+        (np.zeros(2, dtype=[("a", "i4")]), DtypeError, "cannot be sent"),
+        (torch.zeros(2, dtype=torch.complex64), DtypeError, "complex64"),
         (torch.eye(2).to_sparse(), ArrayTypeError, "sparse"),
         (torch.zeros(2, device="meta"), ArrayTypeError, "meta"),
         (OnlyDlpack(np.zeros(2), device=(2, 3)), ArrayTypeError, r"device \(2, 3\)"),

@@ -20,11 +20,10 @@ from mmcopy.endpoint import ProbeResult, SenderLink, WorkerEndpoint, default_dir
 from mmcopy.errors import (
     ClosedError,
     ConfigError,
-    EndpointDirectoryError,
+    EndpointError,
     EndpointGoneError,
-    EndpointIoError,
     EndpointRefusedError,
-    EndpointTimeoutError,
+    MmcopyTimeoutError,
 )
 
 from .rigs.waiting import settle
@@ -183,7 +182,7 @@ def test_nobody_there(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(EndpointGoneError):
         SenderLink.connect(tmp_path / "file", timeout_s=LIMIT_S)
-    with pytest.raises(EndpointDirectoryError, match="at most 107 fit"):
+    with pytest.raises(EndpointError, match="at most 107 fit"):
         SenderLink.connect(tmp_path / ("x" * 120), timeout_s=LIMIT_S)
 
 
@@ -194,9 +193,9 @@ def test_a_worker_that_is_stopped_reaches_the_limit(
     path = worker.line()
     link = SenderLink.connect(path, timeout_s=LIMIT_S)
     worker.stop()
-    with pytest.raises(EndpointTimeoutError, match=r"the worker's answer to a probe did not end within 50ms"):
+    with pytest.raises(MmcopyTimeoutError, match=r"the worker's answer to a probe did not end within 50ms"):
         link.probe(shm_dir, timeout_s=0.05)
-    with pytest.raises(EndpointTimeoutError, match="connecting"):
+    with pytest.raises(MmcopyTimeoutError, match="connecting"):
         SenderLink.connect(path, timeout_s=0.05)
     assert list(shm_dir.iterdir()) == []
     worker.go_on()
@@ -315,12 +314,12 @@ def test_bad_options(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
             WorkerEndpoint(directory, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout_s"):
         WorkerEndpoint(directory, hello_timeout_s=float("nan"))
-    with pytest.raises(EndpointDirectoryError, match=r"has 1\d\d bytes, at most 107 fit"):
+    with pytest.raises(EndpointError, match=r"has 1\d\d bytes, at most 107 fit"):
         WorkerEndpoint(tmp_path / ("x" * 90))
-    with pytest.raises(EndpointIoError) as raised:
+    with pytest.raises(EndpointError) as raised:
         WorkerEndpoint(tmp_path / "missing" / "below")
     assert raised.value.errno == errno.ENOENT
-    with pytest.raises(EndpointDirectoryError, match="surrogates"):
+    with pytest.raises(EndpointError, match="surrogates"):
         SenderLink.connect("/tmp/\ud800", timeout_s=1)
     assert default_directory().is_absolute()
 
@@ -338,11 +337,11 @@ def test_an_unwritable_directory_is_one_error(tmp_path: pathlib.Path) -> None:
     os.setgid(65534); os.setuid(65534)
     try:
         WorkerEndpoint({str(tmp_path)!r} + "/d")
-    except mmcopy.errors.EndpointIoError as error:
+    except mmcopy.errors.EndpointError as error:
         print(error.errno)
     try:
         WorkerEndpoint("/root/mmcopy-test")
-    except mmcopy.errors.EndpointIoError as error:
+    except mmcopy.errors.EndpointError as error:
         print(error.errno)
     """
     for parent in (tmp_path, *tmp_path.parents):
@@ -374,7 +373,7 @@ def test_another_user(start: Callable[..., Program], tmp_path: pathlib.Path) -> 
     try:
         with WorkerEndpoint(directory) as private:
             answer = start(AS_NOBODY, private.path, "/dev/shm").line()
-            assert answer.startswith("EndpointIoError [Errno 13] connect failed: Permission denied"), answer
+            assert answer.startswith("EndpointError [Errno 13] connect failed: Permission denied"), answer
             directory.chmod(0o711)
             pathlib.Path(private.path).chmod(0o666)
             answer = start(AS_NOBODY, private.path, "/dev/shm").line()

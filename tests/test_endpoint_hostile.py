@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
-from mmcopy.errors import EndpointProtocolError, EndpointRefusedError
+from mmcopy.errors import EndpointError, EndpointRefusedError
 
 from .rigs.waiting import settle
 
@@ -221,7 +221,7 @@ def test_a_worker_that_breaks_the_protocol(tmp_path: pathlib.Path, answer: bytes
 
         worker = threading.Thread(target=serve)
         worker.start()
-        with pytest.raises(EndpointProtocolError, match=error):
+        with pytest.raises(EndpointError, match=error):
             SenderLink.connect(path, timeout_s=LIMIT_S)
         worker.join(timeout=LIMIT_S)
         assert not worker.is_alive()

@@ -174,7 +174,7 @@ with mmcopy.Sender(mmcopy.TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=
     with mmcopy.Receiver("cpu", framework="numpy", shm_dir=sys.argv[1]) as receiver:
         try:
             receiver.receive(kept)
-        except mmcopy.errors.SegmentIoError as error:
+        except mmcopy.errors.SegmentError as error:
             print(error.errno)
         assert receiver.metrics.snapshot()["segments_removed"] == {"released": 100}, receiver.metrics.snapshot()
 """

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from mmcopy import Inline, ShmHandle, TensorData
-from mmcopy.errors import PayloadError, UnknownDtypeError
+from mmcopy.errors import DtypeError, PayloadError
 from mmcopy.tensors import DTYPES
 
 
@@ -32,7 +32,7 @@ def test_two_gib_and_more_are_counted_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", ["float31", "", "torch.float32", "object", "Float32"])
 def test_the_dtype_table_is_closed(dtype: str) -> None:
-    with pytest.raises(UnknownDtypeError, match=rf"unknown dtype '{dtype}'; known: .*bfloat16"):
+    with pytest.raises(DtypeError, match=rf"unknown dtype '{dtype}'; known: .*bfloat16"):
         TensorData(dtype, (1,), Inline(b"\0\0\0\0"))
 
 

@@ -92,7 +92,7 @@ def available_cores() -> int:
 def validate_segment_name(name: str) -> str:
     """``name`` without ``/`` in front, when it is one path component of at most 255 bytes without NUL.
 
-    Raises :class:`SegmentNameError` otherwise.
+    Raises :class:`PayloadError` otherwise.
     """
 
 def write_segment(
@@ -109,19 +109,18 @@ def write_segment(
     With ``src_dtype`` and ``dst_dtype`` the elements are cast on the way. Blocks until the segment is complete; ``src``
     may be reused right after. On any error no file is left, and a full file system is never a SIGBUS.
 
-    Raises :class:`SegmentExistsError` (that file is left alone), :class:`NoSpaceError`,
+    Raises :class:`SegmentError` (that file is left alone), :class:`NoSpaceError`,
     :class:`SegmentPermissionError`, :class:`SegmentNotFoundError` (no such directory),
-    :class:`SegmentNameError`, :class:`SegmentIoError`,
-    :class:`PayloadError` (``src`` is not whole elements), :class:`CastError` (no such
-    pair, or only one of the two dtypes) and :class:`UnknownDtypeError`.
+    :class:`PayloadError` (the name, or ``src`` is not whole elements) and :class:`DtypeError` (an unknown name, no such
+    pair, or only one of the two dtypes).
     """
 
 def unlink_segment(shm_dir: str | os.PathLike[str], name: str) -> bool:
     """Remove a segment by name, for a sender that takes back its own. False when it is gone already.
 
-    Raises :class:`SegmentKindError` for what is not a regular file,
-    :class:`SegmentPermissionError`, :class:`SegmentNameError` and
-    :class:`SegmentIoError`.
+    Raises :class:`SegmentError` for what is not a regular file,
+    :class:`SegmentPermissionError`, :class:`PayloadError` and
+    :class:`SegmentError`.
     """
 
 @final
@@ -149,8 +148,7 @@ class Segment:
         """Open a segment for reading. Never blocks, also not on a FIFO, and follows no symbolic link.
 
         Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError`,
-        :class:`SegmentKindError` (not a regular file), :class:`SegmentNameError` and
-        :class:`SegmentIoError`.
+        :class:`SegmentError` (not a regular file, among others) and :class:`PayloadError`.
         """
 
     def check(self, offset: SupportsIndex, nbytes: SupportsIndex) -> None:
@@ -164,14 +162,14 @@ class Segment:
 
         Raises :class:`SegmentSizeError` when the range is not inside the file, or when a peer cut the
         file while it was read (never SIGBUS; ``dst`` holds anything then), and
-        :class:`SegmentIoError`.
+        :class:`SegmentError`.
         """
 
     def unlink(self) -> bool:
         """Remove the name, at most once and only while it still names this very file.
 
         True when this call removed it, False when it was gone already. The open file can still be read. Raises
-        :class:`SegmentPermissionError` and :class:`SegmentIoError`.
+        :class:`SegmentPermissionError` and :class:`SegmentError`.
         """
 
     def close(self) -> None:
@@ -200,7 +198,7 @@ class SegmentOwner:
 
         Raises :class:`SegmentNotFoundError` (no such directory),
         :class:`SegmentPermissionError`, :class:`NoSpaceError` and
-        :class:`SegmentIoError`.
+        :class:`SegmentError`.
         """
 
     @property
@@ -231,7 +229,7 @@ def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> t
     open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
 
     Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError` or
-    :class:`SegmentIoError` when ``shm_dir`` cannot be listed, and
+    :class:`SegmentError` when ``shm_dir`` cannot be listed, and
     :class:`ConfigError` for a number of seconds that is negative or NaN.
     """
 
@@ -248,8 +246,8 @@ def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_t
     Rounds to nearest, ties to even; NaN stays NaN, infinities and subnormals are kept. Equal dtypes are a plain copy.
     Blocks until every element is there; both may be reused right after.
 
-    Raises :class:`CastError` for a pair outside :data:`CASTS`,
-    :class:`UnknownDtypeError` for a name outside :data:`DTYPES`, and
+    Raises :class:`DtypeError` for a pair outside :data:`CASTS`,
+    :class:`DtypeError` for a name outside :data:`DTYPES`, and
     :class:`PayloadError` when ``dst`` has the wrong length, ``src`` is not whole elements, or a cast's
     two buffers share memory.
     """
@@ -286,7 +284,7 @@ class CopyPool:
 
         The job keeps the buffers exported and the segments open until it is over, also when they are closed meanwhile.
 
-        Raises, before anything is copied, :class:`CopyPlanError` (a piece that does not fit),
+        Raises, before anything is copied, :class:`PayloadError` (a piece that does not fit),
         :class:`SegmentSizeError` (a piece that is not inside its segment as it was opened),
         ``BufferError`` and :class:`ClosedError` (the pool, or a segment).
         """
@@ -315,7 +313,7 @@ class CopyPool:
         """Refuse further jobs, and block until the threads have ended, each after the chunk that it copies.
 
         Jobs are not cancelled: the rest of one is copied by whoever waits for it. May be called again. Raises
-        :class:`ReceiveTimeoutError`.
+        :class:`MmcopyTimeoutError`.
         """
 
 @final
@@ -346,9 +344,9 @@ class CopyJob:
         copies what can be copied and does not sleep.
 
         Raises the first error of any chunk (:class:`SegmentSizeError`,
-        :class:`SegmentIoError`), after which the job is over;
-        :class:`ReceiveTimeoutError`, after which it goes on; :class:`ClosedError` when it
-        was cancelled before this chunk was there, and in a forked child; :class:`CopyPlanError` for a
+        :class:`SegmentError`), after which the job is over;
+        :class:`MmcopyTimeoutError`, after which it goes on; :class:`ClosedError` when it
+        was cancelled before this chunk was there, and in a forked child; :class:`PayloadError` for a
         chunk that there is not.
         """
 
@@ -407,7 +405,7 @@ class WorkerEndpoint:
     ) -> Self:
         """Create the directory when it is missing, remove dead workers' sockets of our user, and listen.
 
-        Raises :class:`EndpointDirectoryError`, :class:`EndpointIoError` and
+        Raises :class:`EndpointError` and
         :class:`ConfigError`.
         """
 
@@ -444,7 +442,7 @@ class WorkerEndpoint:
     def close(self, timeout_s: float) -> None:
         """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
 
-        Does nothing in a forked child. Raises :class:`EndpointTimeoutError`.
+        Does nothing in a forked child. Raises :class:`MmcopyTimeoutError`.
         """
 
 @final
@@ -464,16 +462,15 @@ class SenderLink:
         """Connect and say Hello. Blocks without the GIL.
 
         Raises :class:`EndpointGoneError`, :class:`EndpointRefusedError`,
-        :class:`EndpointProtocolError`, :class:`EndpointDirectoryError` (a path too long),
-        :class:`EndpointIoError` and :class:`EndpointTimeoutError`.
+        :class:`EndpointError` (a path too long, among others) and :class:`MmcopyTimeoutError`.
         """
 
     def probe(self, shm_dir: str | os.PathLike[str], *, timeout_s: float) -> tuple[bool, str]:
         """Whether the worker can read what we write to ``shm_dir``, and what happened in words.
 
         Writes 32 random bytes as a segment, lets the worker read them, and removes it. Blocks without the GIL. Raises
-        :class:`EndpointGoneError`, :class:`EndpointTimeoutError`,
-        :class:`EndpointProtocolError` and :class:`ClosedError`.
+        :class:`EndpointGoneError`, :class:`MmcopyTimeoutError`,
+        :class:`EndpointError` and :class:`ClosedError`.
         """
 
     @property
@@ -563,8 +560,8 @@ class Arena:
         leases: for the worker its end is ours. A worker that refuses it keeps its link; after any other error of the
         link that is closed, so that both sides start anew. Raises
         :class:`EndpointGoneError`,
-        :class:`EndpointRefusedError`, :class:`EndpointTimeoutError`,
-        :class:`EndpointProtocolError`, :class:`ArenaError` and
+        :class:`EndpointRefusedError`, :class:`MmcopyTimeoutError`,
+        :class:`EndpointError`, :class:`ArenaError` and
         :class:`ClosedError`.
         """
 
@@ -573,7 +570,7 @@ class Arena:
 
         Blocks, without the GIL, until there is room, and, where the arena has several consumers, until none of these
         holds more than twice of what would be left. Raises :class:`ArenaFullError` at the limit, and at
-        once for what can never fit; :class:`ArenaConsumerError` for a consumer that has gone.
+        once for what can never fit; :class:`ArenaError` for a consumer that has gone.
         """
 
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:
@@ -588,7 +585,7 @@ class Arena:
         """Give out no further lease, and end the thread. Leases that are out stay readable. May be called again.
 
         The memory goes when the last lease, buffer and worker have let go of it. Does nothing in a forked child. Raises
-        :class:`LeaseTimeoutError`.
+        :class:`MmcopyTimeoutError`.
         """
 
 @final
@@ -630,14 +627,14 @@ class LeaseWriter:
 
         Consumers see each step as soon as all before it are there. Blocks until all is written; commits nothing.
         ``src`` may be reused right after. Raises :class:`PayloadError` when the lengths differ,
-        :class:`CastError`, :class:`UnknownDtypeError`,
-        :class:`LeaseBusyError` and :class:`ClosedError`.
+        :class:`DtypeError`,
+        :class:`LeaseError` and :class:`ClosedError`.
         """
 
     def commit(self) -> None:
         """All bytes are in place. Never blocks.
 
-        Raises :class:`LeaseBusyError` while a write runs, :class:`ClosedError` when it is
+        Raises :class:`LeaseError` while a write runs, :class:`ClosedError` when it is
         over.
         """
 
@@ -691,8 +688,7 @@ class ArenaMap:
     def claim(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> Lease:
         """Check a handle, and tell its sender that we read it from now on. Never blocks.
 
-        Raises :class:`LeaseForgedError`, :class:`LeaseStaleError`,
-        :class:`LeaseRepeatedError`, :class:`LeaseUnknownArenaError` and
+        Raises :class:`LeaseForgedError`, :class:`LeaseError`, :class:`LeaseUnknownArenaError` and
         :class:`ClosedError`.
         """
 
@@ -726,13 +722,13 @@ class Lease:
         """
 
     def written(self) -> int:
-        """Bytes that the sender has written. Never blocks. Raises :class:`LeaseAbortedError`."""
+        """Bytes that the sender has written. Never blocks. Raises :class:`LeaseError`."""
 
     def wait_written(self, upto: int, timeout_s: float) -> int:
         """Block, without the GIL, until the sender has written ``upto`` bytes; how many are there, which can be more.
 
-        Raises :class:`LeaseAbortedError`, :class:`LeaseOwnerGoneError` and
-        :class:`LeaseTimeoutError`.
+        Raises :class:`LeaseError` and
+        :class:`MmcopyTimeoutError`.
         """
 
     def release(self) -> bool:

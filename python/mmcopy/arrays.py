@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._native import DTYPES
-from .errors import ArrayTypeError, UnknownDtypeError
+from .errors import ArrayTypeError, DtypeError
 
 __all__ = ["FlatArray", "flatten", "numpy_dtype"]
 
@@ -38,7 +38,7 @@ class FlatArray:
 def flatten(array: object) -> FlatArray:
     """The bytes of ``array`` in C order; strides of any kind, 0-d, empty and read-only arrays included.
 
-    Raises :class:`ArrayTypeError` for what is no array or not in host memory, and :class:`UnknownDtypeError` for
+    Raises :class:`ArrayTypeError` for what is no array or not in host memory, and :class:`DtypeError` for
     elements outside ``DTYPES`` (objects, structures, complex numbers).
     """
     torch = sys.modules.get("torch")
@@ -79,7 +79,7 @@ def _flatten_numpy(array: np.ndarray[Any, Any]) -> FlatArray:
 def _name_of(dtype: np.dtype[Any]) -> str:
     """Its name among ``DTYPES``; numpy composes it anew each time (2 us)."""
     if dtype.name not in DTYPES:  # ml_dtypes' bfloat16 and float8 types have torch's names
-        raise UnknownDtypeError(f"numpy dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
+        raise DtypeError(f"numpy dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
     return dtype.name
 
 
@@ -90,7 +90,7 @@ def _flatten_torch(torch: Any, tensor: Any) -> FlatArray:
         raise ArrayTypeError(f"the tensor has layout {tensor.layout}, want torch.strided")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnknownDtypeError(f"{tensor.dtype} cannot be sent; known: {', '.join(DTYPES)}")
+        raise DtypeError(f"{tensor.dtype} cannot be sent; known: {', '.join(DTYPES)}")
     # A lazy negation is a view whose storage holds the other sign.
     flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
     return FlatArray(name, tuple(tensor.shape), flat.view(torch.uint8).numpy())

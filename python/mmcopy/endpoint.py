@@ -18,7 +18,7 @@ from mmcopy._native import SenderLink as NativeSenderLink
 from mmcopy._native import WorkerEndpoint as NativeWorkerEndpoint
 
 from .config import parse_count, parse_prefixes, parse_seconds
-from .errors import ConfigError, EndpointDirectoryError
+from .errors import ConfigError, EndpointError
 
 __all__ = ["PROBE_PREFIXES", "ProbeResult", "SenderLink", "WorkerEndpoint", "default_directory"]
 
@@ -65,8 +65,8 @@ class WorkerEndpoint:
     receiver opens them. At most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that
     connects has ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
 
-    Creating it does not block for peers. It raises :class:`EndpointDirectoryError` (also for a path
-    longer than a unix socket takes), :class:`EndpointIoError` and
+    Creating it does not block for peers. It raises :class:`EndpointError` (also for a path
+    longer than a unix socket takes) and
     :class:`ConfigError`. Methods may be called from several threads. In a forked child it is closed:
     the child has no socket, and the parent keeps its own.
     """
@@ -119,7 +119,7 @@ class WorkerEndpoint:
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Remove the socket, end every connection and the thread, and block for the thread. May be called again.
 
-        Raises :class:`EndpointTimeoutError`.
+        Raises :class:`MmcopyTimeoutError`.
         """
         self._native.close(timeout_s)
 
@@ -150,14 +150,13 @@ class SenderLink:
 
         The worker must run as our user or as one of ``allowed_uids``. Raises
         :class:`EndpointGoneError` (nobody listens there),
-        :class:`EndpointRefusedError` (by either side), :class:`EndpointTimeoutError`,
-        :class:`EndpointProtocolError`, :class:`EndpointDirectoryError` (a path too long,
-        or not one at all) and :class:`EndpointIoError`.
+        :class:`EndpointRefusedError` (by either side), :class:`MmcopyTimeoutError`,
+        and :class:`EndpointError` (a path too long, or not one at all, among others).
         """
         try:
             os.fsencode(path)
         except UnicodeEncodeError as error:  # it came from another process, perhaps out of JSON
-            raise EndpointDirectoryError(f"socket path {path!r} is no path: {error}") from None
+            raise EndpointError(f"socket path {path!r} is no path: {error}") from None
         return cls(NativeSenderLink.connect(path, timeout_s=timeout_s, allowed_uids=list(allowed_uids)))
 
     @property
@@ -179,8 +178,8 @@ class SenderLink:
         """Write a small segment to ``shm_dir``, let the worker read it, and remove it. Blocks, without the GIL.
 
         What is wrong with the shared memory on either side is the result; what is wrong with the connection is raised:
-        :class:`EndpointGoneError`, :class:`EndpointTimeoutError`,
-        :class:`EndpointProtocolError` and :class:`ClosedError`.
+        :class:`EndpointGoneError`, :class:`MmcopyTimeoutError`,
+        :class:`EndpointError` and :class:`ClosedError`.
         """
         return ProbeResult(*self._native.probe(shm_dir, timeout_s=timeout_s))
 

@@ -1,61 +1,42 @@
-"""Every exception mmcopy raises on purpose: one tree under :class:`MmcopyError`.
+"""Every exception that mmcopy raises on purpose: one tree under :class:`MmcopyError`.
 
-Where Python has a word for the condition the class is that standard class too, so ``except FileNotFoundError``
-works. Messages carry the numbers: segment name, offset, bytes wanted, bytes found. The native module raises these
-same classes.
+Where Python has a standard class for the condition, the class is that one too: ``except FileNotFoundError`` works.
+Messages carry the numbers: segment name, offset, bytes wanted, bytes found. The native module raises these same
+classes.
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "ArenaConsumerError",
     "ArenaError",
     "ArenaFullError",
     "ArenaMemoryError",
     "ArrayTypeError",
-    "CastError",
     "ClosedError",
     "ConfigError",
-    "CopyPlanError",
     "DeviceError",
     "DeviceMemoryError",
-    "EndpointDirectoryError",
+    "DtypeError",
+    "EndpointError",
     "EndpointGoneError",
-    "EndpointIoError",
-    "EndpointProtocolError",
     "EndpointRefusedError",
-    "EndpointTimeoutError",
     "InlineTooLargeError",
-    "LeaseAbortedError",
-    "LeaseBusyError",
     "LeaseError",
     "LeaseForgedError",
-    "LeaseOwnerGoneError",
-    "LeaseRepeatedError",
-    "LeaseStaleError",
-    "LeaseTimeoutError",
     "LeaseUnknownArenaError",
     "MissingDependencyError",
     "MmcopyError",
+    "MmcopyTimeoutError",
     "NoSpaceError",
     "ParallelMismatchError",
     "PayloadError",
     "PeerFailedError",
     "PeerLostError",
-    "PeerTimeoutError",
     "PrewarmError",
-    "PrewarmTimeoutError",
-    "ReceiveTimeoutError",
-    "RepeatedHandleError",
-    "SegmentExistsError",
-    "SegmentIoError",
-    "SegmentKindError",
-    "SegmentNameError",
+    "SegmentError",
     "SegmentNotFoundError",
     "SegmentPermissionError",
     "SegmentSizeError",
-    "SendTimeoutError",
-    "UnknownDtypeError",
     "UnknownFamilyError",
     "UnsupportedPayloadError",
     "WorkerUnreachableError",
@@ -71,7 +52,34 @@ class ConfigError(MmcopyError, ValueError):
 
 
 class MissingDependencyError(MmcopyError, ImportError):
-    """An optional package is needed for this call; the message names the extra to install."""
+    """This call needs an optional package; the message names the extra to install."""
+
+
+class MmcopyTimeoutError(MmcopyError, TimeoutError):
+    """A wait reached its limit.
+
+    Attributes:
+        what: What was waited for, also at the start of the message:
+
+            - ``"receive"``: a receive, or a copy that is part of one.
+            - ``"send"``: the writing of a tensor that is sent while it is written.
+            - ``"lease"``: a sender that has to write a lease further.
+            - ``"endpoint"``: an answer from the other end of a socket, or the closing of the socket.
+            - ``"arena"``: the closing of an arena.
+            - ``"peer"``: a rank of the group that is late, or that had given up the receive when this rank came.
+            - ``"prewarm"``: a required prewarm.
+        report: The :class:`~mmcopy.PrewarmReport` of a prewarm; None otherwise.
+    """
+
+    report: object = None
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(f"{what}: {message}")
+        self.what = what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        message = str(self).removeprefix(f"{self.what}: ")
+        return type(self), (self.what, message), self.__dict__
 
 
 class WorkerUnreachableError(MmcopyError, ConnectionError):
@@ -79,7 +87,7 @@ class WorkerUnreachableError(MmcopyError, ConnectionError):
 
 
 class DeviceError(MmcopyError, RuntimeError):
-    """The device does not exist, or CUDA refused."""
+    """The device does not exist, or CUDA returned an error."""
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
@@ -91,26 +99,22 @@ class ClosedError(MmcopyError, RuntimeError):
 
 
 class ArrayTypeError(MmcopyError, TypeError):
-    """The object is no array that can be sent: wrong type, not in host memory, or not strided."""
+    """The object is not an array that can be sent: wrong type, not in host memory, or not strided."""
 
 
-class UnknownDtypeError(MmcopyError, ValueError):
-    """A dtype name that is not in the closed table ``mmcopy.tensors.DTYPES``."""
-
-
-class CastError(MmcopyError, ValueError):
-    """A pair of dtypes that mmcopy does not cast between."""
+class DtypeError(MmcopyError, ValueError):
+    """A dtype name that is not in ``mmcopy.tensors.DTYPES``, or a pair of dtypes that mmcopy does not cast between."""
 
 
 class PayloadError(MmcopyError, ValueError):
-    """The payload is missing, or its bytes are not shape x dtype."""
+    """The description of a tensor or of a copy is invalid.
+
+    The payload is missing or has another size than shape x dtype, a segment's name is malformed, has a prefix that is
+    not accepted or appears twice in one request, or a table of copies does not fit its sources and slots.
+    """
 
 
-class CopyPlanError(MmcopyError, ValueError):
-    """A table of pieces to copy that does not fit its sources and slots; the message says which piece and why."""
-
-
-class UnsupportedPayloadError(MmcopyError, ValueError):
+class UnsupportedPayloadError(PayloadError):
     """A kind of payload that mmcopy does not read (remote, for example nixl)."""
 
 
@@ -118,24 +122,8 @@ class InlineTooLargeError(MmcopyError, ValueError):
     """The bytes would travel inside the message, but exceed ``inline_max_bytes``."""
 
 
-class RepeatedHandleError(MmcopyError, ValueError):
-    """One request names the same segment twice; a segment has one tensor and one consumer."""
-
-
-class ReceiveTimeoutError(MmcopyError, TimeoutError):
-    """A receive, or a copy that is part of one, did not finish within its limit."""
-
-
-class SendTimeoutError(MmcopyError, TimeoutError):
-    """A tensor that is sent while it is written was not written within its limit."""
-
-
 class ParallelMismatchError(MmcopyError, ValueError):
-    """The ranks of a group were given different items, another order or other options; raised on every rank alike."""
-
-
-class PeerTimeoutError(ReceiveTimeoutError):
-    """A rank of the group did not take part in a receive within the limit, or had given it up when this one came."""
+    """The ranks of a group were given different items, another order or other options. Every rank raises it."""
 
 
 class PeerLostError(MmcopyError, ConnectionError):
@@ -143,75 +131,55 @@ class PeerLostError(MmcopyError, ConnectionError):
 
 
 class PeerFailedError(MmcopyError, RuntimeError):
-    """A receive failed on another rank of the group, with an error that is none of mmcopy's own."""
+    """A receive failed on another rank of the group, with an error that is not one of mmcopy's."""
 
 
-class SegmentNameError(MmcopyError, ValueError):
-    """Not a segment name: empty, ".", "..", with "/" or NUL, too long, or with a prefix that is not accepted."""
+class SegmentError(MmcopyError, OSError):
+    """The operating system refused something with a segment, or its name is not a regular file; ``errno`` says why.
+
+    EEXIST: the name is taken. ELOOP, EISDIR, EINVAL, ENXIO, ENODEV: the name is a symbolic link, a directory, a FIFO, a
+    socket or a device, which is left alone.
+    """
 
 
-class SegmentSizeError(MmcopyError, ValueError):
-    """The file is shorter than offset + nbytes, the sum overflows, or a peer cut the file while it was read."""
+class SegmentNotFoundError(SegmentError, FileNotFoundError):
+    """No such segment: consumed, cancelled by its sender, or in another /dev/shm (ENOENT)."""
 
 
-class SegmentNotFoundError(MmcopyError, FileNotFoundError):
-    """No such segment: consumed already, taken back by its sender, or in another /dev/shm (ENOENT)."""
-
-
-class SegmentPermissionError(MmcopyError, PermissionError):
+class SegmentPermissionError(SegmentError, PermissionError):
     """The segment belongs to another user, or the directory is read-only (EACCES, EPERM, EROFS)."""
 
 
-class SegmentExistsError(MmcopyError, FileExistsError):
-    """A file of that name exists already (EEXIST)."""
+class SegmentSizeError(MmcopyError, ValueError):
+    """The file is shorter than offset + nbytes, the sum overflows, or the file was truncated while it was read."""
 
 
-class SegmentKindError(MmcopyError, OSError):
-    """The name is a symbolic link, a FIFO, a directory or a device, not a regular file. It is left alone."""
-
-
-class NoSpaceError(MmcopyError, OSError):
+class NoSpaceError(SegmentError):
     """The shared-memory file system has too little room (ENOSPC, EDQUOT, ENOMEM); the message says how much is free."""
 
 
-class SegmentIoError(MmcopyError, OSError):
-    """Any other failure of the operating system; ``errno`` says which."""
+class EndpointError(MmcopyError, OSError):
+    """A worker's socket could not be used.
+
+    Its directory is not private to our user, its path is too long, the other end broke the protocol, or a system call
+    failed; then ``errno`` says how.
+    """
 
 
-class EndpointDirectoryError(MmcopyError, ValueError):
-    """The directory of a worker's socket is not private to us, or its path is too long for a unix socket."""
-
-
-class EndpointGoneError(MmcopyError, ConnectionError):
+class EndpointGoneError(EndpointError, ConnectionError):
     """No worker listens at that path, or the other end of a connection has gone."""
 
 
-class EndpointRefusedError(MmcopyError, PermissionError):
+class EndpointRefusedError(EndpointError, PermissionError):
     """One end refused the other: its user is not allowed, or the worker does not take what was offered."""
 
 
-class EndpointProtocolError(MmcopyError, ValueError):
-    """The other end sent a frame that is truncated, unknown, too long, or without the descriptors that belong to it."""
-
-
-class EndpointTimeoutError(MmcopyError, TimeoutError):
-    """The other end did not answer within the limit, or a socket did not close within it."""
-
-
-class EndpointIoError(MmcopyError, OSError):
-    """Any other failure of the operating system with a socket or its directory; ``errno`` says which."""
-
-
 class ArenaError(MmcopyError, RuntimeError):
-    """An arena could not be made or handed over; the message says what the system or the worker said."""
+    """An arena could not be made or handed over, or a consumer is not connected to it; the message says why."""
 
 
 class ArenaMemoryError(ArenaError, MemoryError):
-    """More memory than the control group or the machine has left; the message has the numbers."""
-
-
-class ArenaConsumerError(ArenaError):
-    """A consumer that has gone, or never had the arena: hand it over again."""
+    """An arena would take more memory than the control group or the machine has left; the message has the numbers."""
 
 
 class ArenaFullError(ArenaError):
@@ -219,39 +187,15 @@ class ArenaFullError(ArenaError):
 
 
 class LeaseError(MmcopyError, ValueError):
-    """A lease that cannot be read, or not in this way."""
+    """A lease cannot be read or written: it is over, was received before, or its sender aborted it or has gone."""
 
 
 class LeaseForgedError(LeaseError):
-    """A handle that no arena made: a malformed name, another range, or for another consumer."""
+    """A handle that does not belong to this consumer: a malformed name, another extent, or for other consumers."""
 
 
 class LeaseUnknownArenaError(LeaseError):
     """A handle of an arena that is not mapped here: never handed over, or its sender has gone."""
-
-
-class LeaseStaleError(LeaseError):
-    """A handle of a lease that is over: its block is another lease's, or its sender has taken it back."""
-
-
-class LeaseRepeatedError(LeaseError):
-    """A handle that this consumer has received already."""
-
-
-class LeaseAbortedError(LeaseError):
-    """The sender gave the lease up while it wrote."""
-
-
-class LeaseOwnerGoneError(LeaseError, ConnectionError):
-    """The sender died, or closed its connection, before it had written what was waited for."""
-
-
-class LeaseBusyError(LeaseError):
-    """The lease is being written, or was written already."""
-
-
-class LeaseTimeoutError(MmcopyError, TimeoutError):
-    """The sender did not write far enough within the limit, or an arena did not close within it."""
 
 
 class UnknownFamilyError(MmcopyError, LookupError):
@@ -262,7 +206,3 @@ class PrewarmError(MmcopyError, RuntimeError):
     """A required prewarm failed: ``report`` says how far it came, ``__cause__`` is the encoder's own exception."""
 
     report: object = None
-
-
-class PrewarmTimeoutError(PrewarmError, TimeoutError):
-    """A required prewarm did not finish within its deadline."""

@@ -25,8 +25,7 @@ from .errors import (
     MmcopyError,
     NoSpaceError,
     PayloadError,
-    SegmentExistsError,
-    SegmentIoError,
+    SegmentError,
     SegmentNotFoundError,
     SegmentPermissionError,
 )
@@ -47,7 +46,6 @@ _NAME = re.compile(r"(mmcopy-[0-9a-f]{16}-)(0|[1-9]\d*)")
 _OWNER = re.compile(r"mmcopy:([0-9a-f]{16})\*([1-9][0-9]{0,4})")
 
 _BY_ERRNO: dict[int | None, type[MmcopyError]] = {
-    errno.EEXIST: SegmentExistsError,
     errno.ENOENT: SegmentNotFoundError,
     errno.EPERM: SegmentPermissionError,
     errno.EACCES: SegmentPermissionError,
@@ -99,8 +97,8 @@ def link_consumers(shm_dir: str | os.PathLike[str], name: str, consumers: int) -
     """Give a segment that is complete the names of consumers 1 to ``consumers - 1``. For its sender, before hand-over.
 
     All or none: after an error only the first name is there. Raises :class:`NoSpaceError` (each name counts as a
-    file), :class:`SegmentNotFoundError`, :class:`SegmentExistsError`,
-    :class:`SegmentPermissionError` and :class:`SegmentIoError`.
+    file), :class:`SegmentNotFoundError`,
+    :class:`SegmentPermissionError` and :class:`SegmentError`.
     """
     _check_consumers(consumers)
     path = os.path.join(shm_dir, name)  # noqa: PTH118
@@ -116,7 +114,7 @@ def link_consumers(shm_dir: str | os.PathLike[str], name: str, consumers: int) -
                 unlink_segment(shm_dir, further)
         if not isinstance(error, OSError):
             raise
-        kind = _BY_ERRNO.get(error.errno, SegmentIoError)
+        kind: type[MmcopyError] = _BY_ERRNO.get(error.errno, SegmentError)
         text = f"segment {name!r}: name {len(made) + 1} of {consumers - 1} further ones: {error.strerror}"
         raise kind(error.errno, text, path) from error
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._native import CASTS, DTYPES
-from .errors import PayloadError, UnknownDtypeError
+from .errors import DtypeError, PayloadError
 
 __all__ = ["CASTS", "DTYPES", "Inline", "ShmHandle", "TensorData", "itemsize_of"]
 
@@ -23,11 +23,11 @@ _U64_MAX = 2**64 - 1
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes an element of ``dtype`` takes. Raises :class:`UnknownDtypeError` for a name outside ``DTYPES``."""
+    """Bytes an element of ``dtype`` takes. Raises :class:`DtypeError` for a name outside ``DTYPES``."""
     try:
         return DTYPES[dtype]
     except (KeyError, TypeError):
-        raise UnknownDtypeError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}") from None
+        raise DtypeError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TensorData:
     """A tensor under way: torch's dtype name without the prefix, the shape, and the payload.
 
     The bytes are little-endian and C-contiguous in ``shape``. 0-d (``()``) and empty shapes are tensors like any
-    other. Raises :class:`UnknownDtypeError` for a dtype outside ``DTYPES`` and :class:`PayloadError` when the
+    other. Raises :class:`DtypeError` for a dtype outside ``DTYPES`` and :class:`PayloadError` when the
     payload's bytes are not shape x dtype.
     """
 
@@ -120,5 +120,5 @@ def shape_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a C-contiguous tensor. Raises :class:`UnknownDtypeError`."""
+    """Bytes of a C-contiguous tensor. Raises :class:`DtypeError`."""
     return math.prod(shape) * itemsize_of(dtype)

@@ -157,8 +157,8 @@ impl PyArena {
 
     /// Gives the arena to the worker at the other end of the link; its number as a consumer. Blocks without the GIL.
     ///
-    /// Keep the link open as long as the worker shall receive leases. After an error it is closed: EndpointGoneError, EndpointRefusedError, EndpointTimeoutError,
-    /// EndpointProtocolError, ArenaError, ClosedError.
+    /// Keep the link open as long as the worker shall receive leases. After an error it is closed: EndpointGoneError, EndpointRefusedError, MmcopyTimeoutError,
+    /// EndpointError, ArenaError, ClosedError.
     #[pyo3(signature = (link, *, timeout_s), text_signature = "($self, link, *, timeout_s)")]
     fn hand_over(&self, py: Python<'_>, link: &Bound<'_, PySenderLink>, timeout_s: Limit) -> PyResult<u32> {
         let link = link.get().opened()?;
@@ -167,7 +167,7 @@ impl PyArena {
 
     /// Leases of these sizes, side by side, for these consumers; all or none. Blocks without the GIL until there is room.
     ///
-    /// ArenaFullError at the limit, or at once for what can never fit; ArenaConsumerError for a consumer that has gone;
+    /// ArenaFullError at the limit, or at once for what can never fit; ArenaError for a consumer that has gone;
     /// ClosedError.
     #[pyo3(signature = (sizes, consumers, *, timeout_s), text_signature = "($self, sizes, consumers, *, timeout_s)")]
     fn take(
@@ -204,7 +204,7 @@ impl PyArena {
     }
 
     /// Gives out no further lease and ends the thread. Leases that are out stay readable. May be called again.
-    /// LeaseTimeoutError at the limit. Does nothing in a forked child.
+    /// MmcopyTimeoutError at the limit. Does nothing in a forked child.
     fn close(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<()> {
         Ok(py.detach(|| self.arena.close(timeout_s.0))?)
     }
@@ -250,7 +250,7 @@ impl PyLeaseWriter {
     /// Fills the whole lease from src, cast on the way when dtypes are given. Once a lease. Consumers see each step as soon
     /// as all before it are there. Blocks until all is written, without the GIL when it is big; commits nothing.
     ///
-    /// PayloadError when the lengths differ, CastError, UnknownDtypeError, LeaseBusyError, ClosedError.
+    /// PayloadError when the lengths differ, DtypeError, LeaseError, ClosedError.
     #[pyo3(
         signature = (src, *, src_dtype = None, dst_dtype = None, num_threads = Threads::ONE),
         text_signature = "($self, src, *, src_dtype=None, dst_dtype=None, num_threads=1)"
@@ -268,7 +268,7 @@ impl PyLeaseWriter {
         Ok(detached_when_big(py, nbytes, || self.writing.write(src.source(), cast, num_threads.0))?)
     }
 
-    /// All bytes are in place: consumers may read them. LeaseBusyError while a write runs, ClosedError when it is over.
+    /// All bytes are in place: consumers may read them. LeaseError while a write runs, ClosedError when it is over.
     fn commit(&self) -> PyResult<()> {
         Ok(self.writing.commit()?)
     }
@@ -316,7 +316,7 @@ impl PyLeaseWriter {
 /// Fills and commits the leases of one request, each (writer, source, its dtype, the lease's), or gives all of them up.
 /// Small ones are shared out among the threads. Blocks, without the GIL when it is much.
 ///
-/// PayloadError, CastError, UnknownDtypeError, LeaseBusyError, ClosedError: as the writer's write and commit.
+/// PayloadError, DtypeError, LeaseError, ClosedError: as the writer's write and commit.
 #[pyfunction]
 #[pyo3(signature = (parts, *, num_threads), text_signature = "(parts, *, num_threads)")]
 pub(super) fn write_leases(

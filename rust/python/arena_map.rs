@@ -78,7 +78,7 @@ impl PyArenaMap {
 
     /// Checks a handle and tells its sender that we read it from now on. Never blocks.
     ///
-    /// LeaseForgedError, LeaseStaleError, LeaseRepeatedError, LeaseUnknownArenaError, ClosedError.
+    /// LeaseForgedError, LeaseError, LeaseUnknownArenaError, ClosedError.
     fn claim(
         &self,
         name: &Bound<'_, PyString>,
@@ -136,14 +136,14 @@ impl PyLease {
         self.claim.nbytes()
     }
 
-    /// Bytes that the sender has written. Never blocks. LeaseAbortedError.
+    /// Bytes that the sender has written. Never blocks. LeaseError.
     fn written(&self) -> PyResult<u64> {
         Ok(self.map.written(&self.claim)?)
     }
 
     /// Blocks, without the GIL, until the sender has written upto bytes; how many are there, which can be more.
     ///
-    /// LeaseAbortedError, LeaseOwnerGoneError, LeaseTimeoutError.
+    /// LeaseError, MmcopyTimeoutError.
     fn wait_written(&self, py: Python<'_>, upto: u64, timeout_s: Limit) -> PyResult<u64> {
         match self.map.written(&self.claim) {
             Ok(there) if there >= upto.min(self.claim.nbytes()) => Ok(there),

@@ -19,7 +19,7 @@ pub(super) fn copy_into(py: Python<'_>, src: ReadBuffer, dst: WriteBuffer, num_t
 /// Casts the elements of src into dst.
 ///
 /// Rounds to nearest, ties to even; NaN stays NaN. Equal dtypes are a plain copy. Blocks until every element is there;
-/// both may be reused right after. CastError for a pair outside CASTS, UnknownDtypeError for a name outside DTYPES,
+/// both may be reused right after. DtypeError for a pair outside CASTS, DtypeError for a name outside DTYPES,
 /// PayloadError when dst has the wrong length, src is not whole elements, or the two share memory.
 #[pyfunction]
 #[pyo3(

@@ -88,7 +88,7 @@ impl PyWorkerEndpoint {
     }
 
     /// Removes the socket, ends every connection and the thread; blocks for the thread. May be called again.
-    /// EndpointTimeoutError at the limit. Does nothing in a forked child.
+    /// MmcopyTimeoutError at the limit. Does nothing in a forked child.
     fn close(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<()> {
         Ok(py.detach(|| self.endpoint.close(timeout_s.0))?)
     }
@@ -116,8 +116,8 @@ pub(super) struct PySenderLink {
 impl PySenderLink {
     /// Connects and says Hello. Blocks without the GIL.
     ///
-    /// EndpointGoneError (nobody listens there), EndpointRefusedError (by either side: the user), EndpointProtocolError,
-    /// EndpointDirectoryError (a path too long), EndpointIoError, EndpointTimeoutError.
+    /// EndpointGoneError (nobody listens there), EndpointRefusedError (by either side: the user), EndpointError
+    /// (a path too long, among others), MmcopyTimeoutError.
     #[staticmethod]
     #[pyo3(signature = (path, *, timeout_s, allowed_uids), text_signature = "(path, *, timeout_s, allowed_uids)")]
     fn connect(py: Python<'_>, path: PathBuf, timeout_s: Limit, allowed_uids: Vec<u32>) -> PyResult<Self> {
@@ -129,7 +129,7 @@ impl PySenderLink {
     /// Whether the worker can read what we write to shm_dir: (yes or no, what happened in words).
     ///
     /// Writes 32 random bytes as a segment, lets the worker read them, and removes it. Blocks without the GIL.
-    /// EndpointGoneError, EndpointTimeoutError, EndpointProtocolError, ClosedError.
+    /// EndpointGoneError, MmcopyTimeoutError, EndpointError, ClosedError.
     #[pyo3(signature = (shm_dir, *, timeout_s), text_signature = "($self, shm_dir, *, timeout_s)")]
     fn probe(&self, py: Python<'_>, shm_dir: PathBuf, timeout_s: Limit) -> PyResult<(bool, String)> {
         let link = self.opened()?;

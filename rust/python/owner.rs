@@ -70,7 +70,7 @@ impl PySegmentOwner {
 ///
 /// A sender that died goes at once, with its lock file; a segment whose sender closed properly goes when it was last
 /// written at least orphan_grace_s seconds ago. Nothing else is touched. Several sweeps may run at once.
-/// SegmentNotFoundError, SegmentPermissionError or SegmentIoError when shm_dir cannot be listed, ConfigError for a bad
+/// SegmentNotFoundError, SegmentPermissionError or SegmentError when shm_dir cannot be listed, ConfigError for a bad
 /// number of seconds.
 #[pyfunction]
 #[pyo3(signature = (shm_dir, *, orphan_grace_s = 60.0))]

@@ -39,7 +39,7 @@ impl PyCopyPool {
 
     /// Takes a job on: chunk i is written into slot i % len(slots). Nothing is copied before CopyJob.permit.
     ///
-    /// A piece is (chunk, source, source_start, slot_start, nbytes). Never blocks. CopyPlanError or SegmentSizeError when
+    /// A piece is (chunk, source, source_start, slot_start, nbytes). Never blocks. PayloadError or SegmentSizeError when
     /// a piece does not fit, ClosedError after close or for a closed segment.
     fn start(
         &self,
@@ -75,7 +75,7 @@ impl PyCopyPool {
 
     /// Refuses further jobs and blocks until the threads have ended, each after the chunk that it copies.
     ///
-    /// The rest of a job is copied by whoever waits for it. May be called again. ReceiveTimeoutError at the limit.
+    /// The rest of a job is copied by whoever waits for it. May be called again. MmcopyTimeoutError at the limit.
     fn close(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<()> {
         Ok(py.detach(|| self.pool.close(timeout_s.0))?)
     }
@@ -116,8 +116,8 @@ impl PyCopyJob {
     /// Blocks, without the GIL, until the chunk is in its slot, and copies chunks that nobody has begun meanwhile. How
     /// many chunks in a row, this one first, are there.
     ///
-    /// After an error of any chunk it raises that one, and nothing is copied any more. ReceiveTimeoutError at the limit,
-    /// ClosedError when the job was cancelled before this chunk, CopyPlanError for a chunk that there is not.
+    /// After an error of any chunk it raises that one, and nothing is copied any more. MmcopyTimeoutError at the limit,
+    /// ClosedError when the job was cancelled before this chunk, PayloadError for a chunk that there is not.
     fn wait(&self, py: Python<'_>, index: &Bound<'_, PyAny>, timeout_s: Limit) -> PyResult<usize> {
         let index = self.index_of(index)?;
         let is_there = self.job.num_there_from(index) > 0;

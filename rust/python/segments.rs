@@ -18,7 +18,7 @@ pub(super) fn shm_namespace_id(shm_dir: PathBuf) -> String {
     namespace::shm_namespace_id(&shm_dir)
 }
 
-/// The name without "/" in front, when it is one path component of at most 255 bytes without NUL; else SegmentNameError.
+/// The name without "/" in front, when it is one path component of at most 255 bytes without NUL; else PayloadError.
 #[pyfunction]
 pub(super) fn validate_segment_name(name: Name) -> String {
     name.0.to_string()
@@ -27,9 +27,8 @@ pub(super) fn validate_segment_name(name: Name) -> String {
 /// Creates a segment (mode 0600, exactly as long as its contents) and fills it from src; the file's bytes.
 ///
 /// With src_dtype and dst_dtype the elements are cast on the way. Blocks until the segment is complete; src may be reused
-/// right after. On any error no file is left: SegmentExistsError, NoSpaceError, SegmentPermissionError,
-/// SegmentNotFoundError (no such directory), SegmentIoError, PayloadError, CastError, UnknownDtypeError,
-/// SegmentNameError.
+/// right after. On any error no file is left: SegmentError, NoSpaceError, SegmentPermissionError,
+/// SegmentNotFoundError (no such directory), SegmentError, PayloadError, DtypeError.
 #[pyfunction]
 #[pyo3(
     signature = (shm_dir, name, src, *, src_dtype = None, dst_dtype = None, num_threads = Threads::ONE),
@@ -85,8 +84,7 @@ pub(super) struct PySegment {
 impl PySegment {
     /// Opens a segment for reading. Never blocks and follows no symbolic link.
     ///
-    /// SegmentNotFoundError, SegmentPermissionError, SegmentKindError (not a regular file), SegmentNameError or
-    /// SegmentIoError.
+    /// SegmentNotFoundError, SegmentPermissionError, SegmentError (not a regular file, among others) or PayloadError.
     #[staticmethod]
     fn open(shm_dir: PathBuf, name: Name) -> PyResult<Self> {
         let segment = Segment::open(&shm_dir, &name.0)?;

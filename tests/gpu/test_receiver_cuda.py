@@ -19,7 +19,7 @@ from mmcopy.errors import (
     ClosedError,
     DeviceError,
     DeviceMemoryError,
-    ReceiveTimeoutError,
+    MmcopyTimeoutError,
     SegmentNotFoundError,
     SegmentSizeError,
 )
@@ -304,7 +304,7 @@ def test_a_held_copy_stream_is_a_timeout(torch: Any, sender: Sender) -> None:
     with Receiver("cuda:0", staging=StagingOptions(2 * SLOT, SLOT), timeout_s=0.05) as receiver:
         copy_stream = copy_stream_of(receiver)
         hold(torch, copy_stream, 1000)
-        with pytest.raises(ReceiveTimeoutError, match="staging slot"):
+        with pytest.raises(MmcopyTimeoutError, match="staging slot"):
             receiver.receive(sender.send(random_bytes(6 * SLOT, 1)))
         copy_stream.synchronize()
         torch.cuda.synchronize()

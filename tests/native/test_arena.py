@@ -16,21 +16,17 @@ import pytest
 from mmcopy import ShmHandle, _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import (
-    ArenaConsumerError,
     ArenaError,
     ArenaFullError,
     ArenaMemoryError,
-    CastError,
     ClosedError,
     ConfigError,
+    DtypeError,
     EndpointRefusedError,
-    LeaseAbortedError,
-    LeaseBusyError,
+    LeaseError,
     LeaseForgedError,
-    LeaseRepeatedError,
-    LeaseStaleError,
-    LeaseTimeoutError,
     LeaseUnknownArenaError,
+    MmcopyTimeoutError,
     PayloadError,
     SegmentNotFoundError,
 )
@@ -114,12 +110,12 @@ def test_what_write_refuses(arena: _native.Arena, slot: int) -> None:
         writer.write(b"12345")
     with pytest.raises(PayloadError, match="not a whole number"):
         writer.write(b"123456", src_dtype="float32", dst_dtype="float32")
-    with pytest.raises(CastError):
+    with pytest.raises(DtypeError):
         writer.write(b"123456", src_dtype="float32")
     with pytest.raises(ConfigError):
         writer.write(b"123456", num_threads=0)
     writer.write(b"123456")
-    with pytest.raises(LeaseBusyError):
+    with pytest.raises(LeaseError, match="is being written, or was"):
         writer.write(b"123456")
     assert not writer.over
     writer.commit()
@@ -187,7 +183,7 @@ def test_a_streamed_lease(arena: _native.Arena, worker: Worker, slot: int) -> No
     (writer,) = arena.take([len(data)], [slot], timeout_s=LIMIT_S)
     lease = worker.claim(handle_of(writer))
     assert lease.written() == 0
-    with pytest.raises(LeaseTimeoutError, match=r"0 of 1 bytes were written within 0ns"):
+    with pytest.raises(MmcopyTimeoutError, match=r"0 of 1 bytes were written within 0ns"):
         lease.wait_written(1, 0)
 
     def write() -> None:
@@ -211,9 +207,9 @@ def test_giving_up(arena: _native.Arena, worker: Worker, slot: int) -> None:
     (writer,) = arena.take([100], [slot], timeout_s=LIMIT_S)
     lease = worker.claim(handle_of(writer))
     writer.abort()
-    with pytest.raises(LeaseAbortedError, match="after 0 of 100 bytes"):
+    with pytest.raises(LeaseError, match="after 0 of 100 bytes"):
         lease.wait_written(100, LIMIT_S)
-    with pytest.raises(LeaseAbortedError):
+    with pytest.raises(LeaseError, match="given up by its sender"):
         lease.written()
     lease.release()
     assert settle(lambda: is_empty(arena))
@@ -258,7 +254,7 @@ def test_hostile_handles(arena: _native.Arena, worker: Worker, slot: int) -> Non
             found.claim(*bad)
     with pytest.raises(LeaseForgedError, match=r"x{88}"):
         found.claim("mmcopyarena-" + "x" * 10_000, 0, 1, owner_id)
-    with pytest.raises(LeaseStaleError):
+    with pytest.raises(LeaseError, match="is over"):
         found.claim(f"{head}-{index}-{generation + 1}", offset, nbytes, owner_id)
     other = "0123456789abcdef"
     with pytest.raises(LeaseUnknownArenaError):
@@ -267,10 +263,10 @@ def test_hostile_handles(arena: _native.Arena, worker: Worker, slot: int) -> Non
     for text in ("", "x", "+1", "0" * 17):
         assert worker.endpoint.native.find_arena(text) is None
     lease = found.claim(name, offset, nbytes, owner_id)
-    with pytest.raises(LeaseRepeatedError, match="still held"):
+    with pytest.raises(LeaseError, match="still held"):
         found.claim(name, offset, nbytes, owner_id)
     lease.release()
-    with pytest.raises(LeaseRepeatedError, match="released"):
+    with pytest.raises(LeaseError, match="released"):
         found.claim(name, offset, nbytes, owner_id)
 
 
@@ -279,7 +275,7 @@ def test_taking_back(arena: _native.Arena, worker: Worker, slot: int) -> None:
     assert arena.cancel(*handle)
     assert is_empty(arena)
     assert not arena.cancel(*handle)
-    with pytest.raises(LeaseStaleError):
+    with pytest.raises(LeaseError, match="is over"):
         worker.claim(handle)
     with pytest.raises(LeaseForgedError):
         arena.cancel("x", 0, 0, "")
@@ -291,7 +287,7 @@ def test_what_nobody_reads_expires(worker: Worker) -> None:
     handle = send(arena, b"abc", [slot])
     assert settle(lambda: is_empty(arena))
     assert arena.statistics()["expired"] == 1
-    with pytest.raises(LeaseStaleError):
+    with pytest.raises(LeaseError, match="is over"):
         worker.claim(handle)
     link.close()
     arena.close(LIMIT_S)
@@ -367,7 +363,7 @@ def test_options_and_report() -> None:
 
 def test_consumers_that_there_are_not(arena: _native.Arena) -> None:
     for slot in (0, 16, 2**32 - 1):
-        with pytest.raises(ArenaConsumerError, match=f"consumer {slot} is not connected"):
+        with pytest.raises(ArenaError, match=f"consumer {slot} is not connected"):
             arena.take([1], [slot], timeout_s=LIMIT_S)
     with pytest.raises(ConfigError, match="consumers is empty"):
         arena.take([1], [], timeout_s=LIMIT_S)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from mmcopy import _native
-from mmcopy.errors import ClosedError, ConfigError, SegmentIoError, SegmentNotFoundError
+from mmcopy.errors import ClosedError, ConfigError, SegmentError, SegmentNotFoundError
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -124,7 +124,7 @@ def test_a_missing_directory_is_an_error(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SegmentNotFoundError):
         _native.sweep(tmp_path / "missing")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(SegmentIoError, match="listing failed: Not a directory"):
+    with pytest.raises(SegmentError, match="listing failed: Not a directory"):
         _native.sweep(tmp_path / "file")
 
 

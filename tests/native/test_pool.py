@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcopy import _native
-from mmcopy.errors import ClosedError, ConfigError, CopyPlanError, ReceiveTimeoutError, SegmentSizeError
+from mmcopy.errors import ClosedError, ConfigError, MmcopyTimeoutError, PayloadError, SegmentSizeError
 from tests.rigs.waiting import settle
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -138,7 +138,7 @@ def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, 
     pool.copy_now([], slot, [])
     resize(inline)
     resize(slot)
-    with pytest.raises(CopyPlanError, match="2 chunks for one slot"):
+    with pytest.raises(PayloadError, match="2 chunks for one slot"):
         pool.copy_now([inline], slot, [(0, 0, 0, 0, 1), (1, 0, 0, 0, 1)])
     with pytest.raises(SegmentSizeError, match="3072"):
         pool.copy_now([segment], slot, [(0, 0, 1, 0, 3 * KIB)])
@@ -179,7 +179,7 @@ def test_nothing_starts_before_it_is_permitted(pool: _native.CopyPool) -> None:
     slots = [bytearray(2), bytearray(2)]
     job = pool.start([b"aabbcc"], slots, chunked(6, 2))
     for limit_s in (0.0, -1.0, 0.02):
-        with pytest.raises(ReceiveTimeoutError, match="copying chunk 0 did not end within"):
+        with pytest.raises(MmcopyTimeoutError, match="copying chunk 0 did not end within"):
             job.wait(0, limit_s)
     assert not job.is_done(0)
     job.permit(2)
@@ -231,7 +231,7 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(
 ) -> None:
     segment = removed_segment(shm_dir, b"0123456789")
     slots = [bytearray(10), bytearray(5)]
-    with pytest.raises(CopyPlanError, match=message) as caught:
+    with pytest.raises(PayloadError, match=message) as caught:
         pool.start([b"0123456789", segment], slots, pieces)
     assert isinstance(caught.value, ValueError)
     with pytest.raises(SegmentSizeError, match="wanted 2 bytes at offset 9, but the file has 10 bytes"):
@@ -246,7 +246,7 @@ def test_other_bad_arguments(pool: _native.CopyPool, shm_dir: pathlib.Path) -> N
     for num_threads in (0, -1):
         with pytest.raises(ConfigError, match=f"num_threads must be at least 1, got {num_threads}"):
             _native.CopyPool(num_threads)
-    with pytest.raises(CopyPlanError, match="slot 0 wanted, but there are 0"):
+    with pytest.raises(PayloadError, match="slot 0 wanted, but there are 0"):
         pool.start([b""], [], [(0, 0, 0, 0, 0)])
     with pytest.raises(BufferError, match="writable buffer is needed"):
         pool.start([], [b"read-only"], [])  # no piece needs it; it is no slot all the same
@@ -260,13 +260,13 @@ def test_other_bad_arguments(pool: _native.CopyPool, shm_dir: pathlib.Path) -> N
         pool.start([segment], [bytearray(1)], [(0, 0, 0, 0, 1)])
     job = pool.start([b"x"], [bytearray(1)], [(0, 0, 0, 0, 1)])
     for index in (-1, 1, 2**70):
-        with pytest.raises(CopyPlanError, match=f"chunk {index} wanted, but the job has 1"):
+        with pytest.raises(PayloadError, match=f"chunk {index} wanted, but the job has 1"):
             job.wait(index, 0)
-        with pytest.raises(CopyPlanError):
+        with pytest.raises(PayloadError):
             job.is_done(index)
     with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
         job.wait(0, float("nan"))
-    with pytest.raises(CopyPlanError, match="chunk 0 wanted, but the job has 0"):
+    with pytest.raises(PayloadError, match="chunk 0 wanted, but the job has 0"):
         pool.start([], [], []).wait(0, 0)
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("torch._dynamo.utils")  # takes seconds the first time, whic
 from mmcopy import Metrics, PrewarmReport, Readiness, Receiver, prewarm
 from mmcopy.encoders import Shape
 from mmcopy.endpoint import WorkerEndpoint
-from mmcopy.errors import PrewarmError, PrewarmTimeoutError
+from mmcopy.errors import MmcopyTimeoutError, PrewarmError
 from mmcopy.metrics import Counter
 from mmcopy.prewarm import (
     Outcome,
@@ -111,14 +111,14 @@ def test_a_hanging_encode_ends_the_wait_with_a_warning(gate: threading.Event, ca
 
 def test_a_required_one_is_a_failure(gate: threading.Event) -> None:
     readiness, sized = Readiness(), []
-    with pytest.raises(PrewarmTimeoutError, match=r"image 8x8 was still running after 2 s") as caught:
+    with pytest.raises(MmcopyTimeoutError, match=r"image 8x8 was still running after 2 s") as caught:
         warm(Model(hang_at(8, gate)), deadline_s=2, required=True, readiness=readiness, before_ready=sized.append)
     assert isinstance(caught.value, TimeoutError)
     report = caught.value.report
     assert isinstance(report, PrewarmReport)
     assert [each.outcome for each in report.shapes] == [Outcome.HUNG, Outcome.NOT_RUN, Outcome.NOT_RUN]
     assert sized == []
-    assert str(readiness.snapshot()).startswith("failed: PrewarmTimeoutError: prewarm of aggregated on cpu: incomplete")
+    assert str(readiness.snapshot()).startswith("failed: MmcopyTimeoutError: prewarm: aggregated on cpu: incomplete")
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -132,7 +132,7 @@ def test_a_deadline_between_shapes(monkeypatch: pytest.MonkeyPatch, required: bo
     clock = types.SimpleNamespace(monotonic=lambda: real() + jump[0])
     monkeypatch.setattr(importlib.import_module("mmcopy.prewarm.run"), "time", clock)
     if required:
-        with pytest.raises(PrewarmTimeoutError, match="the deadline of 300 s passed"):
+        with pytest.raises(MmcopyTimeoutError, match="the deadline of 300 s passed"):
             warm(model, required=True)
     else:
         report = warm(model)
@@ -386,7 +386,7 @@ def test_a_receiver_that_cannot_is_a_warning(shm_dir: pathlib.Path) -> None:
     with Receiver("cpu", shm_dir=shm_dir, accept_prefixes=["smg-tokenspeed-"]) as receiver:
         report = warm(Model(), receiver=receiver)
     assert report.status is PrewarmStatus.WARM
-    assert report.warnings[0].startswith("the receiver could not be warmed: SegmentNameError")
+    assert report.warnings[0].startswith("the receiver could not be warmed: PayloadError")
 
 
 # ---- what is shown ---------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mmcopy import Receiver, Sender, TransportConfig
-from mmcopy.errors import ClosedError, ReceiveTimeoutError, SegmentNotFoundError
+from mmcopy.errors import ClosedError, MmcopyTimeoutError, SegmentNotFoundError
 from mmcopy.metrics import Counter
 from mmcopy.receive.pending import PendingReceive
 from tests.rigs.waiting import settle
@@ -60,9 +60,9 @@ def test_wait_done_and_tensors(sender: Sender, held: Held) -> None:
     pending = held.receive_async({"a": sender.send(b"abc")})
     assert held.entered.acquire(timeout=10)
     assert not pending.done()
-    with pytest.raises(ReceiveTimeoutError, match=r"did not end within 0\.01 s"):
+    with pytest.raises(MmcopyTimeoutError, match=r"did not end within 0\.01 s"):
         pending.wait(0.01)
-    with pytest.raises(ReceiveTimeoutError):
+    with pytest.raises(MmcopyTimeoutError):
         _ = pending.tensors
     held.go.set()
     assert pending.wait(10)["a"].tobytes() == b"abc"
@@ -153,7 +153,7 @@ def test_close_has_a_limit(sender: Sender, shm_dir: pathlib.Path) -> None:
     queued = receiver.receive_async(sender.send(b"def"))
     for _ in begun:
         assert receiver.entered.acquire(timeout=10)
-    with pytest.raises(ReceiveTimeoutError, match=r"2 asynchronous receives did not end within 0\.1 s, 1 more had not"):
+    with pytest.raises(MmcopyTimeoutError, match=r"2 asynchronous receives did not end within 0\.1 s, 1 more had not"):
         receiver.close()
     assert len(left(shm_dir)) == 2  # the queued one's is gone
     with pytest.raises(CancelledError):

@@ -12,7 +12,7 @@ import pytest
 
 from mmcopy import Inline, Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
-from mmcopy.errors import DeviceError, LeaseAbortedError
+from mmcopy.errors import DeviceError, LeaseError
 from mmcopy.metrics import Counter
 from mmcopy.receive.cuda import CudaDestination
 from mmcopy.receive.plan import pack, place
@@ -218,7 +218,7 @@ def test_a_sender_that_gives_up_fails_its_request_alone(rig: Rig) -> None:
     handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
     timer = threading.Timer(0.1, writer.abort)
     timer.start()
-    with pytest.raises(LeaseAbortedError):
+    with pytest.raises(LeaseError):
         rig.receive([*others, TensorData("uint8", (MIB,), handle)])
     timer.join()
     rig.runtime.finish()

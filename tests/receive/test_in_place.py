@@ -15,7 +15,7 @@ import pytest
 
 from mmcopy import Inline, Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native
 from mmcopy.endpoint import WorkerEndpoint
-from mmcopy.errors import LeaseAbortedError, LeaseTimeoutError
+from mmcopy.errors import LeaseError, MmcopyTimeoutError
 from mmcopy.metrics import Counter
 from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
 from mmcopy.receive.request import LeaseSource, Request, RequestOpener
@@ -236,7 +236,7 @@ class HalfWritten:
 
     def wait_written(self, upto: int, timeout_s: float) -> int:
         if upto > self._written:
-            raise LeaseTimeoutError(f"{self._written} of {upto} bytes")
+            raise MmcopyTimeoutError("lease", f"{self._written} of {upto} bytes")
         return self._written
 
     def hand_on(self) -> bool:
@@ -280,7 +280,7 @@ def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None
     run((source, 1000, MIB - 1001, 7))
     assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
     assert lease.handed_on == 1
-    with pytest.raises(LeaseTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
+    with pytest.raises(MmcopyTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
         run((source, MIB - 1, 2, 7))
     assert (len(queued), lease.handed_on) == (1, 2)
 
@@ -293,7 +293,7 @@ def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
     timer.start()
     dest = rig.dest(2 * MIB)
     at = dest.ctypes.data
-    with pytest.raises(LeaseAbortedError):
+    with pytest.raises(LeaseError, match="given up by its sender"):
         rig.run([(whole, 0, 2 * MIB, at), (given_up, 5, 10, at)])
     timer.join()
     del writer

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcopy import Inline, MmcopyError, Sender, TensorData, TransportConfig, _native
-from mmcopy.errors import ReceiveTimeoutError, SegmentSizeError
+from mmcopy.errors import MmcopyTimeoutError, SegmentSizeError
 from mmcopy.metrics import Counter, Metrics
 from mmcopy.receive.plan import CopyPlan, extents, pack, plan_chunks, scatter
 from mmcopy.receive.request import Request, RequestOpener
@@ -191,7 +191,7 @@ def test_a_device_that_stands_still_is_a_timeout_and_the_next_request_works(
     request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.gate.clear()
-    with pytest.raises(ReceiveTimeoutError, match="staging slot did not end in time"):
+    with pytest.raises(MmcopyTimeoutError, match="staging slot did not end in time"):
         it.run(request, limit_s=0.1)
     assert it.ring.num_free == 4
     it.device.finish()

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mmcopy.errors import ClosedError, ReceiveTimeoutError
+from mmcopy.errors import ClosedError, MmcopyTimeoutError
 from mmcopy.receive.staging import Slot, StagingRing
 from tests.rigs.waiting import settle
 
@@ -53,7 +53,7 @@ def test_a_slot_waits_for_its_last_copy() -> None:
     assert slot.is_idle()
     slot.copying = True
     assert not slot.is_idle()
-    with pytest.raises(ReceiveTimeoutError, match="16-byte staging slot did not end in time"):
+    with pytest.raises(MmcopyTimeoutError, match="16-byte staging slot did not end in time"):
         slot.wait_idle(soon(0.02))
     timer = threading.Timer(0.05, slot.event.done.set)  # type: ignore[attr-defined]
     timer.start()
@@ -66,7 +66,7 @@ def test_a_slot_waits_for_its_last_copy() -> None:
 def test_a_second_receive_waits_for_the_first() -> None:
     ring, (slot,) = make(1)
     assert ring.take(5, soon()) == [slot]
-    with pytest.raises(ReceiveTimeoutError, match="all 1 staging slots stayed in use"):
+    with pytest.raises(MmcopyTimeoutError, match="all 1 staging slots stayed in use"):
         ring.take(1, soon(0.02))
     got: list[Slot] = []
     waiter = threading.Thread(target=lambda: got.extend(ring.take(1, soon())))
@@ -90,13 +90,13 @@ def test_close_wakes_waiters_and_waits_for_copies() -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    with pytest.raises(ReceiveTimeoutError, match="1 of 1 staging slots are still in use"):
+    with pytest.raises(MmcopyTimeoutError, match="1 of 1 staging slots are still in use"):
         ring.close(soon(0.05))
     waiter.join(5)
     assert len(errors) == 1
     slot.copying = True
     ring.give_back([slot])
-    with pytest.raises(ReceiveTimeoutError, match="did not end in time"):
+    with pytest.raises(MmcopyTimeoutError, match="did not end in time"):
         ring.close(soon(0.02))
     slot.event.done.set()  # type: ignore[attr-defined]
     ring.close(soon())

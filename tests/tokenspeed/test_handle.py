@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmcopy import ParallelOptions
-from mmcopy.errors import SegmentNameError, SegmentSizeError
+from mmcopy.errors import PayloadError, SegmentSizeError
 from mmcopy.integrations.tokenspeed import EncoderFeatureTransport, ShmTensorHandle
 from mmcopy.receive.group import Strategy
 
@@ -148,7 +148,7 @@ def test_another_programs_files_are_left_alone(tmp_path: pathlib.Path) -> None:
     foreign.write_bytes(b"1234")
     try:
         handle = ShmTensorHandle(foreign.name, (4,), torch.uint8)
-        with pytest.raises(SegmentNameError, match="is refused"):
+        with pytest.raises(PayloadError, match="is refused"):
             handle.attach()
         handle.release()
         assert foreign.exists()

@@ -62,5 +62,5 @@ def test_prepare_says_who_can_open_what(ranks: Ranks, features: dict[str, Any]) 
 
 def test_a_bad_name_is_the_same_error_on_both(ranks: Ranks, features: dict[str, Any]) -> None:
     answers = ranks.all("ts_prepare", features=[*features["features"], ["passwd", [1], "uint8"]])
-    assert [answer["error"] for answer in answers] == ["SegmentNameError"] * 2
+    assert [answer["error"] for answer in answers] == ["PayloadError"] * 2
     assert {answer["message"][:30] for answer in answers} == {"rank 0 of the group: segment '"}

@@ -48,7 +48,7 @@ def errors_are_standard_ones_too() -> None:
     missing: type[FileNotFoundError] = mmcopy.errors.SegmentNotFoundError
     refused: type[PermissionError] = mmcopy.errors.SegmentPermissionError
     wrong: type[ValueError] = mmcopy.errors.PayloadError
-    late: type[TimeoutError] = mmcopy.errors.ReceiveTimeoutError
+    late: type[TimeoutError] = mmcopy.errors.MmcopyTimeoutError
     tree: list[type[mmcopy.MmcopyError]] = [mmcopy.errors.SegmentNotFoundError, mmcopy.errors.PayloadError]
     other: type[KeyError] = mmcopy.errors.PayloadError  # type: ignore[assignment]
     print(missing, refused, wrong, late, tree, other)

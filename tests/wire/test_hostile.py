@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmcopy import MmcopyError, TensorData
-from mmcopy.errors import PayloadError, UnknownDtypeError, UnsupportedPayloadError
+from mmcopy.errors import DtypeError, PayloadError, UnsupportedPayloadError
 from mmcopy.tensors import DTYPES
 from tests.rigs.smg_messages import (
     DATA,
@@ -31,9 +31,9 @@ BAD: dict[str, tuple[dict[str, Any], type[MmcopyError], str]] = {
         UnsupportedPayloadError,
         r"float32 \[4\] comes over 'nixl' \(16 bytes\)",
     ),
-    "unknown dtype": ({"shape": [1], "dtype": "float128", "inline": b"0" * 16}, UnknownDtypeError, "'float128'"),
-    "torch's long name": ({"shape": [1], "dtype": "torch.uint8", "inline": b"0"}, UnknownDtypeError, "'torch.uint8'"),
-    "empty dtype": ({"shape": [1], "inline": b"0"}, UnknownDtypeError, "unknown dtype ''"),
+    "unknown dtype": ({"shape": [1], "dtype": "float128", "inline": b"0" * 16}, DtypeError, "'float128'"),
+    "torch's long name": ({"shape": [1], "dtype": "torch.uint8", "inline": b"0"}, DtypeError, "'torch.uint8'"),
+    "empty dtype": ({"shape": [1], "inline": b"0"}, DtypeError, "unknown dtype ''"),
     "too few bytes": ({"shape": [2], "dtype": "int64", "inline": b"0" * 15}, PayloadError, "takes 16 bytes.* has 15"),
     "too many bytes": ({"shape": [2], "dtype": "int64", "inline": b"0" * 17}, PayloadError, "takes 16 bytes.* has 17"),
     "handle of another size": (

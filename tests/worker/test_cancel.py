@@ -277,12 +277,12 @@ def test_over_the_limit_while_queued(shm_dir: pathlib.Path, engine: str, rpc: st
         code, details = await client.refused(second)
         assert (code, details) == (
             "INTERNAL",
-            "ReceiveTimeoutError: 2 segments were not received within 0.3 s: "
+            "MmcopyTimeoutError: receive: 2 segments were not received within 0.3 s: "
             "the receive was still waiting for a thread",
         )
         assert await code_of(holding) == "INTERNAL"
         assert await holding.details() == (
-            "ReceiveTimeoutError: 2 segments were not received within 0.3 s: the receive still runs"
+            "MmcopyTimeoutError: receive: 2 segments were not received within 0.3 s: the receive still runs"
         )
         await until(lambda: maker.names() == names)
         worker.gate.open()

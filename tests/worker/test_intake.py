@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mmcopy import Receiver, ShmHandle, TensorData
-from mmcopy.errors import ReceiveTimeoutError
+from mmcopy.errors import MmcopyTimeoutError
 from mmcopy.integrations.smg.intake import Intake
 from tests.rigs.smg_rig import Gate, SegmentMaker, cpu_receiver, run, until
 
@@ -151,7 +151,7 @@ def test_close_has_a_limit(shm_dir: pathlib.Path) -> None:
         running, queued = {"t": new_tensor(maker)}, {"t": new_tensor(maker)}
         calls = [asyncio.create_task(intake.receive("r", handles_of(d), lambda d=d: d)) for d in (running, queued)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [ReceiveTimeoutError] * 2
+        assert [type(outcome) for outcome in outcomes] == [MmcopyTimeoutError] * 2
         assert await intake.close(0.05) == 1
         gate.open()
         await until(lambda: maker.names() == [])

@@ -166,11 +166,12 @@ def test_every_error_of_mmcopy_has_a_status() -> None:
     known = {kind for kind in subclasses(MmcopyError) if kind.__module__ == errors.__name__}
     assert len(known) > 20
     for kind in known:
-        status = receive_status(kind("wanted 3"), has_segments=True)
+        error = kind("receive", "wanted 3") if kind is errors.MmcopyTimeoutError else kind("wanted 3")
+        status = receive_status(error, has_segments=True)
         assert status.code not in RETRIED
-        assert status.message == f"{kind.__name__}: wanted 3"
-        if receive_status(kind("wanted 3"), has_segments=False).code not in RETRIED:
-            assert receive_status(kind("wanted 3"), has_segments=False) == status
+        assert status.message == f"{kind.__name__}: {error}"
+        if receive_status(error, has_segments=False).code not in RETRIED:
+            assert receive_status(error, has_segments=False) == status
 
 
 def write_config(directory: pathlib.Path, **config: Any) -> pathlib.Path:

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from mmcopy import TensorData
-from mmcopy.errors import ClosedError, DeviceMemoryError, NoSpaceError, ReceiveTimeoutError, SegmentIoError
+from mmcopy.errors import ClosedError, DeviceMemoryError, MmcopyTimeoutError, NoSpaceError, SegmentError
 from tests.rigs.smg_messages import load
 from tests.rigs.smg_rig import Client, SegmentMaker, Worker, cpu_receiver, request_with, run, serving, tensor_of
 
@@ -116,17 +116,17 @@ BAD: dict[Callable[[SegmentMaker, Any], None], tuple[str, str, set[str]]] = {
     offset_past_the_end: ("INVALID_ARGUMENT", "SegmentSizeError: .*{name}.*16 bytes at offset 1.* has 16", set()),
     offset_that_overflows: ("INVALID_ARGUMENT", "SegmentSizeError: .*{name}.*offset 18446744073709551615", set()),
     wrong_size: ("INVALID_ARGUMENT", "PayloadError: .*takes 16 bytes, the payload has 24 .*{name}", set()),
-    unknown_dtype: ("INVALID_ARGUMENT", "UnknownDtypeError: unknown dtype 'float128'", set()),
+    unknown_dtype: ("INVALID_ARGUMENT", "DtypeError: unknown dtype 'float128'", set()),
     no_payload: ("INVALID_ARGUMENT", "PayloadError: .* has no payload", set()),
     remote: ("UNIMPLEMENTED", r"UnsupportedPayloadError: uint8 \[16\] comes over 'nixl' \(16 bytes\)", set()),
-    symlink: ("INVALID_ARGUMENT", "SegmentKindError: .*symbolic link.*{name}", {NAME, FOREIGN}),
-    fifo: ("INVALID_ARGUMENT", "SegmentKindError: .*FIFO.*{name}", {NAME}),
-    directory: ("INVALID_ARGUMENT", "SegmentKindError: .*directory.*{name}", {NAME}),
-    unix_socket: ("INVALID_ARGUMENT", "SegmentKindError: .*socket.*{name}", {NAME}),
-    dots: ("INVALID_ARGUMENT", r'SegmentNameError: .*"\.\."', set()),
-    slash: ("INVALID_ARGUMENT", 'SegmentNameError: .*"smg-tokenspeed-1/', {FOREIGN}),
-    nul: ("INVALID_ARGUMENT", "SegmentNameError: .*NUL", {FOREIGN}),
-    foreign_prefix: ("INVALID_ARGUMENT", f"SegmentNameError: .*{FOREIGN}.*accepted names begin with", {FOREIGN}),
+    symlink: ("INVALID_ARGUMENT", "SegmentError: .*symbolic link.*{name}", {NAME, FOREIGN}),
+    fifo: ("INVALID_ARGUMENT", "SegmentError: .*FIFO.*{name}", {NAME}),
+    directory: ("INVALID_ARGUMENT", "SegmentError: .*directory.*{name}", {NAME}),
+    unix_socket: ("INVALID_ARGUMENT", "SegmentError: .*socket.*{name}", {NAME}),
+    dots: ("INVALID_ARGUMENT", r'PayloadError: .*"\.\."', set()),
+    slash: ("INVALID_ARGUMENT", 'PayloadError: .*"smg-tokenspeed-1/', {FOREIGN}),
+    nul: ("INVALID_ARGUMENT", "PayloadError: .*NUL", {FOREIGN}),
+    foreign_prefix: ("INVALID_ARGUMENT", f"PayloadError: .*{FOREIGN}.*accepted names begin with", {FOREIGN}),
 }
 
 
@@ -180,7 +180,7 @@ def test_repeated_handle(shm_dir: pathlib.Path, engine: str, rpc: str, prefix: s
     async def body(client: Client, _: Worker) -> None:
         code, details = await client.refused(request)
         assert (code, maker.names()) == ("INVALID_ARGUMENT", [])
-        assert re.search(f"RepeatedHandleError: .*{name}", details), details
+        assert re.search(f"PayloadError: .*{name}.* is named twice", details), details
 
     serve(shm_dir, body, engine=engine)
 
@@ -260,18 +260,20 @@ def test_two_tensors_of_one_name(shm_dir: pathlib.Path) -> None:
         (NoSpaceError, "RESOURCE_EXHAUSTED"),
         (DeviceMemoryError, "RESOURCE_EXHAUSTED"),
         (MemoryError, "RESOURCE_EXHAUSTED"),
-        (ReceiveTimeoutError, "DEADLINE_EXCEEDED"),
+        (MmcopyTimeoutError, "DEADLINE_EXCEEDED"),
         (ClosedError, "UNAVAILABLE"),
-        (SegmentIoError, "INTERNAL"),
+        (SegmentError, "INTERNAL"),
         (ZeroDivisionError, "INTERNAL"),
     ],
 )
 def test_a_retry_is_invited_only_when_nothing_is_consumed(
     shm_dir: pathlib.Path, kind: type[Exception], code_when_inline: str
 ) -> None:
+    made = MmcopyTimeoutError("receive", "wanted 5") if kind is MmcopyTimeoutError else kind("wanted 5, found 3")
+
     class Failing(Worker):
         def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
-            raise kind("wanted 5, found 3")
+            raise made
 
     maker = SegmentMaker(shm_dir)
     with_segment, inline = request_with("tokenspeed"), request_with("tokenspeed")
@@ -279,7 +281,7 @@ def test_a_retry_is_invited_only_when_nothing_is_consumed(
     tensor_of(inline).MergeFrom(type(tensor_of(inline))(dtype="uint8", shape=[1], inline=b"x"))
 
     async def body(client: Client, _: Worker) -> None:
-        message = f"{kind.__name__}: wanted 5, found 3"
+        message = f"{kind.__name__}: {made}"
         assert await client.refused(inline) == (code_when_inline, message)
         assert await client.refused(with_segment) == ("INTERNAL", message)
         assert maker.names() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mmcopy.errors import ConfigError, SegmentNameError
+from mmcopy.errors import ConfigError, PayloadError
 
 __all__ = ["ACCEPT_PREFIXES", "check_accepted", "parse_prefixes"]
 
@@ -22,6 +22,6 @@ def parse_prefixes(value: object, *, setting: str) -> tuple[str, ...]:
 
 
 def check_accepted(name: str, prefixes: tuple[str, ...]) -> None:
-    """Raise :class:`SegmentNameError` unless ``name`` begins with one of ``prefixes``."""
+    """Raise :class:`PayloadError` unless ``name`` begins with one of ``prefixes``."""
     if not name.startswith(prefixes):
-        raise SegmentNameError(f"segment {name!r} is refused: accepted names begin with {', '.join(prefixes)}")
+        raise PayloadError(f"segment {name!r} is refused: accepted names begin with {', '.join(prefixes)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmcopy.config import LONGEST_S, parse_count, parse_seconds
 from mmcopy.encoders import Family
-from mmcopy.errors import MmcopyError, PrewarmError, PrewarmTimeoutError, UnknownFamilyError
+from mmcopy.errors import MmcopyError, MmcopyTimeoutError, PrewarmError, UnknownFamilyError
 from mmcopy.receive.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
@@ -93,8 +93,9 @@ def prewarm(
         cache there. What the encoders need is allocated by then.
 
     Raises :class:`ConfigError` for options and sizes that cannot be, :class:`DeviceError`;
-    :class:`PrewarmTimeoutError` or :class:`PrewarmError` when it is required and was not done, with the
-    report in ``report`` and the encoder's exception as ``__cause__``; :class:`PrewarmError` when ranks disagree.
+    :class:`MmcopyTimeoutError` (``what`` is "prewarm") or :class:`PrewarmError` when it is required and was not done,
+    with the report in ``report`` and the encoder's exception as ``__cause__``; :class:`PrewarmError` also when ranks
+    disagree.
     """
     readiness = readiness or Readiness()
     try:
@@ -121,8 +122,11 @@ def prewarm(
         if report.status is PrewarmStatus.INCOMPLETE:
             if required:
                 late = report.error is None or any(each.outcome is Outcome.HUNG for each in report.shapes)
-                kind = PrewarmTimeoutError if late else PrewarmError
-                failed = kind(str(report))
+                failed = (
+                    MmcopyTimeoutError("prewarm", str(report).removeprefix("prewarm of "))
+                    if late
+                    else PrewarmError(str(report))
+                )
                 failed.report = report
                 raise failed from report.error
             _log.warning("%s", report)

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from mmcopy.config import LONGEST_S
-from mmcopy.errors import ReceiveTimeoutError
+from mmcopy.errors import MmcopyTimeoutError
 
 __all__ = ["PendingReceive"]
 
@@ -38,7 +38,7 @@ class PendingReceive:
     def wait(self, timeout_s: float | None = None) -> Any:
         """The tensors, in the form of the items. Blocks the calling thread, ``timeout_s`` at most.
 
-        Raises what the receive raised, and :class:`ReceiveTimeoutError` on the limit: the receive goes on then.
+        Raises what the receive raised, and :class:`MmcopyTimeoutError` on the limit: the receive goes on then.
         """
         if timeout_s is not None:
             timeout_s = min(timeout_s, LONGEST_S)  # infinity, for example
@@ -47,11 +47,11 @@ class PendingReceive:
         except FutureTimeoutError:
             if self._future.done():  # its own error, or it ended just behind the limit
                 return self._future.result()
-            raise ReceiveTimeoutError(f"the receive did not end within {timeout_s:g} s") from None
+            raise MmcopyTimeoutError("receive", f"the receive did not end within {timeout_s:g} s") from None
 
     @property
     def tensors(self) -> Any:
-        """The tensors of a receive that is done; :class:`ReceiveTimeoutError` before."""
+        """The tensors of a receive that is done; :class:`MmcopyTimeoutError` before."""
         return self.wait(0.0)
 
     def cancel(self) -> bool:

@@ -23,8 +23,8 @@ from mmcopy.errors import (
     DeviceError,
     MissingDependencyError,
     MmcopyError,
+    MmcopyTimeoutError,
     PayloadError,
-    ReceiveTimeoutError,
 )
 from mmcopy.metrics import Counter, Metrics, Stage
 from mmcopy.tensors import ShmHandle, TensorData
@@ -178,16 +178,16 @@ class Receiver:
             are views into one allocation, which lives as long as any of them.
 
         Raises:
-            SegmentNotFoundError, SegmentPermissionError, SegmentSizeError, SegmentKindError, SegmentNameError,
-            RepeatedHandleError: A segment that cannot be read.
+            SegmentNotFoundError, SegmentPermissionError, SegmentSizeError, SegmentError, PayloadError,
+            PayloadError: A segment that cannot be read.
             LeaseError: A lease that cannot be read.
             PayloadError: An item that is not a :class:`TensorData`.
             DeviceError: An ``out`` of the wrong kind; nothing is written to it.
             DeviceMemoryError, MemoryError: No room on the device or the host.
-            ReceiveTimeoutError: The limit has come.
+            MmcopyTimeoutError: The limit has come.
             ClosedError: The receiver is closed.
             ParallelMismatchError, PeerFailedError: On a group.
-            PeerTimeoutError: On a group; this receive failed, the next may work.
+            MmcopyTimeoutError: On a group; this receive failed, the next may work.
             PeerLostError: A rank has died: make new groups and a new receiver.
 
         Blocking: until every byte has left shared memory and the message, and on a group until every rank has come;
@@ -332,7 +332,7 @@ class Receiver:
         Tensors that were received stay valid.
 
         Raises:
-            ReceiveTimeoutError: Running receives, or copies, did not end in time. Asynchronous receives that had not
+            MmcopyTimeoutError: Running receives, or copies, did not end in time. Asynchronous receives that had not
                 begun are cancelled, and their segments unlinked.
 
         Blocking: at most ``timeout_s`` for receives, and as long for copies.
@@ -378,9 +378,10 @@ class Receiver:
         threads.shutdown(wait=not late)
         if late:
             begun = sum(not each.cancel() for each in late)
-            raise ReceiveTimeoutError(
+            raise MmcopyTimeoutError(
+                "receive",
                 f"{begun} asynchronous receives did not end within {self._timeout_s:g} s, "
-                f"{len(late) - begun} more had not begun and are cancelled"
+                f"{len(late) - begun} more had not begun and are cancelled",
             )
 
     def _check_process(self) -> None:

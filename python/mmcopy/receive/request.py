@@ -23,7 +23,6 @@ from mmcopy.errors import (
     LeaseUnknownArenaError,
     MmcopyError,
     PayloadError,
-    RepeatedHandleError,
     SegmentNotFoundError,
     SegmentPermissionError,
 )
@@ -133,8 +132,8 @@ class LeaseSource:
         return memoryview(self.lease)
 
     def wait(self, upto: int) -> int:
-        """Block until ``upto`` bytes are written; return how many are. Raises :class:`LeaseAbortedError`,
-        :class:`LeaseOwnerGoneError` and, at the receive's limit, :class:`LeaseTimeoutError`."""
+        """Block until ``upto`` bytes are written; return how many are. Raises :class:`LeaseError`,
+        :class:`LeaseError` and, at the receive's limit, :class:`MmcopyTimeoutError`."""
         return self.lease.wait_written(upto, max(0.0, self._request.deadline - time.monotonic()))
 
     def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
@@ -371,7 +370,7 @@ class Request:
             segment = self._opener.open_segment(handle)
             if segment.name in self._names:
                 segment.close()
-                raise RepeatedHandleError(f"segment {segment.name!r} is named twice in one request")
+                raise PayloadError(f"segment {segment.name!r} is named twice in one request")
             self._names.add(segment.name)
             self.add_segment(item, segment)
             segment.check(handle.offset, handle.nbytes)

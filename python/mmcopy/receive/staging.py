@@ -30,7 +30,7 @@ from typing import Protocol, Self
 
 from mmcopy._native import CopyJob, CopyPool
 from mmcopy.config import parse_count
-from mmcopy.errors import ClosedError, ReceiveTimeoutError
+from mmcopy.errors import ClosedError, MmcopyTimeoutError
 from mmcopy.metrics import Counter, Metrics, Stage
 
 from .plan import CopyPlan
@@ -93,7 +93,7 @@ class Slot:
         return not self.copying
 
     def wait_idle(self, deadline: float) -> None:
-        """Block until the last copy out of this slot is done. Raises :class:`ReceiveTimeoutError`."""
+        """Block until the last copy out of this slot is done. Raises :class:`MmcopyTimeoutError`."""
         if not self.is_idle():
             what = f"the host-to-device copy of a {len(self.buffer)}-byte staging slot"
             wait_for_event(self.event, deadline, what=what)
@@ -101,10 +101,10 @@ class Slot:
 
 
 def wait_for_event(event: CopyEvent, deadline: float, *, what: str) -> None:
-    """Block until ``event`` has happened or ``deadline`` has come. Raises :class:`ReceiveTimeoutError`."""
+    """Block until ``event`` has happened or ``deadline`` has come. Raises :class:`MmcopyTimeoutError`."""
     while not event.query():
         if time.monotonic() >= deadline:
-            raise ReceiveTimeoutError(f"{what} did not end in time")
+            raise MmcopyTimeoutError("receive", f"{what} did not end in time")
         time.sleep(_POLL_S)
 
 
@@ -129,7 +129,7 @@ class StagingRing:
         """At most ``wanted`` slots, at least one, and half of the free ones, so that a second receive finds some, too.
 
         Copies out of them may still run. Blocks until one is free or ``deadline`` (``time.monotonic()``) has come.
-        Raises :class:`ReceiveTimeoutError`, and :class:`ClosedError` after :meth:`close`.
+        Raises :class:`MmcopyTimeoutError`, and :class:`ClosedError` after :meth:`close`.
         """
         with self._changed:
             wait_s = max(0.0, deadline - time.monotonic())
@@ -137,7 +137,7 @@ class StagingRing:
             if self._closed:
                 raise ClosedError("the receiver is closed")
             if not ready:
-                raise ReceiveTimeoutError(f"all {self.num_slots} staging slots stayed in use")
+                raise MmcopyTimeoutError("receive", f"all {self.num_slots} staging slots stayed in use")
             return [self._free.popleft() for _ in range(min(wanted, -(-len(self._free) // 2)))]
 
     def give_back(self, slots: Sequence[Slot]) -> None:
@@ -147,14 +147,14 @@ class StagingRing:
             self._changed.notify_all()
 
     def close(self, deadline: float) -> None:
-        """Refuse further use and wait until no copy reads a slot any more. Raises :class:`ReceiveTimeoutError`."""
+        """Refuse further use and wait until no copy reads a slot any more. Raises :class:`MmcopyTimeoutError`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             wait_s = max(0.0, deadline - time.monotonic())
             if not self._changed.wait_for(lambda: len(self._free) == self.num_slots, wait_s):
                 busy = self.num_slots - len(self._free)
-                raise ReceiveTimeoutError(f"{busy} of {self.num_slots} staging slots are still in use")
+                raise MmcopyTimeoutError("receive", f"{busy} of {self.num_slots} staging slots are still in use")
             for slot in self._free:
                 slot.wait_idle(deadline)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from mmcopy._native import Arena
 from mmcopy.endpoint import SenderLink
-from mmcopy.errors import ArenaError, ClosedError, MmcopyError, SendTimeoutError
+from mmcopy.errors import ArenaError, ClosedError, MmcopyError, MmcopyTimeoutError
 from mmcopy.metrics import Counter, Metrics
 from mmcopy.tensors import TensorData
 
@@ -119,7 +119,7 @@ class StreamingSend:
     def wait(self, timeout_s: float = 60.0) -> TensorData:
         """Block until every byte is written; :attr:`data`. From then on the source may be reused.
 
-        Raises what the writing raised (the receiver then gets an error, too), and :class:`SendTimeoutError`. In a
+        Raises what the writing raised (the receiver then gets an error, too), and :class:`MmcopyTimeoutError`. In a
         forked child :class:`ClosedError` at once, because the parent writes.
         """
         if self._is_forked:
@@ -128,7 +128,9 @@ class StreamingSend:
             try:
                 self._writing.result(timeout_s)
             except FutureTimeoutError:
-                raise SendTimeoutError(f"{self.data.nbytes} bytes were not written within {timeout_s:g} s") from None
+                raise MmcopyTimeoutError(
+                    "send", f"{self.data.nbytes} bytes were not written within {timeout_s:g} s"
+                ) from None
         return self.data
 
     def __enter__(self) -> Self:

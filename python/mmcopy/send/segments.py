@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from mmcopy.errors import (
     ClosedError,
     MmcopyError,
     NoSpaceError,
-    SegmentExistsError,
-    SegmentIoError,
+    SegmentError,
     SegmentNotFoundError,
     SegmentPermissionError,
 )
@@ -33,8 +33,7 @@ _WRITE_FAILURES: tuple[tuple[type[MmcopyError], Reason], ...] = (
     (NoSpaceError, Reason.NO_SPACE),
     (SegmentPermissionError, Reason.PERMISSION),
     (SegmentNotFoundError, Reason.NOT_FOUND),
-    (SegmentExistsError, Reason.EXISTS),
-    (SegmentIoError, Reason.OS_ERROR),
+    (SegmentError, Reason.OS_ERROR),
 )
 
 
@@ -63,6 +62,8 @@ class SegmentWriter:
                 self._link(name, consumers)
         except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
             reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
+            if isinstance(error, SegmentError) and error.errno == errno.EEXIST:
+                reason = Reason.EXISTS
             self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=runtime)
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)
             return reason

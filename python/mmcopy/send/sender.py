@@ -32,12 +32,12 @@ from mmcopy.config import (
     read_environment,
 )
 from mmcopy.errors import (
-    ArenaConsumerError,
+    ArenaError,
     ArenaFullError,
     ArrayTypeError,
-    CastError,
     ClosedError,
     ConfigError,
+    DtypeError,
     InlineTooLargeError,
     MmcopyError,
 )
@@ -191,7 +191,7 @@ class Sender:
                 is one consumer of a segment.
 
         Raises:
-            ArrayTypeError, UnknownDtypeError, CastError: an array or cast that cannot be sent.
+            ArrayTypeError, DtypeError: an array or cast that cannot be sent.
             InlineTooLargeError: the tensor has to go inline, and exceeds ``inline_max_bytes``.
             ConfigError: ``worker`` or ``consumers`` is invalid.
             ClosedError: the sender is closed.
@@ -458,7 +458,7 @@ class Sender:
         except ArenaFullError as error:
             self.metrics.count(Counter.LEASE_FALLBACKS, "full")
             _log.info("no lease: %s", error)
-        except (ArenaConsumerError, ConfigError, ClosedError):
+        except (ArenaError, ConfigError, ClosedError):
             # It went down between the snapshot and this, or while this waited for room.
             self.metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
         return []
@@ -579,7 +579,7 @@ def _outgoing(array: object, dtype: str | None) -> _Outgoing:
     nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
     if target != flat.dtype and (flat.dtype, target) not in CASTS:
         pairs = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
-        raise CastError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
+        raise DtypeError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
     return _Outgoing(flat, target, nbytes)
 
 

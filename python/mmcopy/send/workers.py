@@ -28,7 +28,7 @@ from mmcopy._native import SenderLink as NativeLink
 from mmcopy._native import shm_namespace_id
 from mmcopy.config import ENDPOINT_LABEL, WorkerSpec
 from mmcopy.endpoint import SenderLink
-from mmcopy.errors import ArenaError, EndpointGoneError, EndpointRefusedError, EndpointTimeoutError, MmcopyError
+from mmcopy.errors import ArenaError, EndpointGoneError, EndpointRefusedError, MmcopyError, MmcopyTimeoutError
 from mmcopy.metrics import Counter, Metrics
 
 from .routing import SHARED, Reason, Sharing, Snapshot, by_labels
@@ -459,7 +459,7 @@ class Workers:
                 link = SenderLink.connect(known.path, timeout_s=self._ask_timeout_s, allowed_uids=(_ROOT,))
             result = link.probe(self._shm_dir, timeout_s=self._ask_timeout_s)
             ok, reason = result.ok, result.reason
-        except EndpointTimeoutError as error:
+        except MmcopyTimeoutError as error:
             # It may be slow and well: the connection stays, and says when the worker ends.
             ok, reason = False, str(error)
         except MmcopyError as error:

@@ -70,7 +70,7 @@ def read(message: TensorMessage) -> TensorData:
     """The tensor that ``message`` describes; inline bytes are copied out of it.
 
     Raises :class:`PayloadError` when the payload is missing, is not shape x dtype bytes or the shape is more than a
-    tensor can have, :class:`UnknownDtypeError`, and :class:`UnsupportedPayloadError` for a remote payload.
+    tensor can have, :class:`DtypeError`, and :class:`UnsupportedPayloadError` for a remote payload.
     """
     shape = _shape_of(message)
     kind = message.WhichOneof("payload")

@@ -42,7 +42,7 @@ def to_proto(data: TensorData) -> TensorMessage:
 def from_proto(message: TensorMessage) -> TensorData:
     """The tensor in a vLLM ``TensorData`` message; inline bytes are copied, segments are not opened.
 
-    Raises :class:`PayloadError`, :class:`UnknownDtypeError` or :class:`UnsupportedPayloadError`.
+    Raises :class:`PayloadError`, :class:`DtypeError` or :class:`UnsupportedPayloadError`.
     """
     return payload.read(message)
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from mmcopy.errors import ReceiveTimeoutError
+from mmcopy.errors import MmcopyTimeoutError
 from mmcopy.tensors import ShmHandle, TensorData
 
 __all__ = ["Intake", "Received"]
@@ -97,7 +97,7 @@ class Intake:
     ) -> Received:
         """Run ``read``, which describes the tensors, and receive them, on a thread.
 
-        Raises what they raise; :class:`ReceiveTimeoutError` when the limit passes first. The segments of
+        Raises what they raise; :class:`MmcopyTimeoutError` when the limit passes first. The segments of
         ``handles`` are removed in every case; after a timeout or a cancellation when the running copy ends.
         """
         job = _Job(request_id, handles, read, self._receive, self._release)
@@ -116,9 +116,10 @@ class Intake:
                 # its tensors and gRPC's descriptors until it is collected.
                 del future, waiter, done
         queued = self._give_up(job, future, waiter)
-        raise ReceiveTimeoutError(
+        raise MmcopyTimeoutError(
+            "receive",
             f"{len(handles)} segments were not received within {self._timeout_s:g} s: the receive "
-            + ("was still waiting for a thread" if queued else "still runs")
+            + ("was still waiting for a thread" if queued else "still runs"),
         )
 
     async def release(self, handles: Sequence[ShmHandle]) -> None:

@@ -9,22 +9,21 @@ does, since it can be repeated.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 from mmcopy.errors import (
     ClosedError,
     DeviceMemoryError,
+    DtypeError,
     MmcopyError,
+    MmcopyTimeoutError,
     NoSpaceError,
     PayloadError,
-    ReceiveTimeoutError,
-    RepeatedHandleError,
-    SegmentKindError,
-    SegmentNameError,
+    SegmentError,
     SegmentNotFoundError,
     SegmentPermissionError,
     SegmentSizeError,
-    UnknownDtypeError,
     UnsupportedPayloadError,
 )
 
@@ -33,20 +32,20 @@ __all__ = ["RETRIED", "Status", "StatusError", "handler_status", "receive_status
 CODES: dict[type[Exception], str] = {
     SegmentNotFoundError: "NOT_FOUND",
     SegmentPermissionError: "PERMISSION_DENIED",
-    SegmentKindError: "INVALID_ARGUMENT",
-    SegmentNameError: "INVALID_ARGUMENT",
     SegmentSizeError: "INVALID_ARGUMENT",
     PayloadError: "INVALID_ARGUMENT",
-    RepeatedHandleError: "INVALID_ARGUMENT",
-    UnknownDtypeError: "INVALID_ARGUMENT",
+    DtypeError: "INVALID_ARGUMENT",
     UnsupportedPayloadError: "UNIMPLEMENTED",
     DeviceMemoryError: "RESOURCE_EXHAUSTED",
     MemoryError: "RESOURCE_EXHAUSTED",
     NoSpaceError: "RESOURCE_EXHAUSTED",
-    ReceiveTimeoutError: "DEADLINE_EXCEEDED",
+    MmcopyTimeoutError: "DEADLINE_EXCEEDED",
     ClosedError: "UNAVAILABLE",
 }
 """By the nearest class in the error's ancestry; INTERNAL for any other."""
+
+_NOT_A_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENODEV, errno.ENXIO})
+"""``errno`` of a :class:`SegmentError` for a name that is not a regular file, which is the client's error."""
 
 RETRIED = frozenset({"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNKNOWN", "CANCELLED", "DATA_LOSS"})
 """What the gateway answers with another attempt."""
@@ -102,7 +101,10 @@ def receive_status(error: Exception, *, has_segments: bool) -> Status:
     """The status of a request whose tensors could not be received."""
     if isinstance(error, StatusError):
         return _chosen(error, has_segments)
-    code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), "INTERNAL")
+    if type(error) is SegmentError:
+        code = "INVALID_ARGUMENT" if error.errno in _NOT_A_FILE else "INTERNAL"
+    else:
+        code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), "INTERNAL")
     if has_segments and code in RETRIED:
         code = "INTERNAL"
     return Status(code, f"{type(error).__name__}: {error}")

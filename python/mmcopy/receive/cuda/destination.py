@@ -134,7 +134,7 @@ class CudaDestination:
         return self._on(self._torch.cuda.current_stream(self._index))
 
     def close(self) -> None:
-        """Wait until no copy reads pinned memory, then free it. Raises :class:`ReceiveTimeoutError`."""
+        """Wait until no copy reads pinned memory, then free it. Raises :class:`MmcopyTimeoutError`."""
         deadline = time.monotonic() + self._timeout_s
         self.ring.close(deadline)
         if self.arenas is not None:

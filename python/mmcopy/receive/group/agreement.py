@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmcopy.errors import PeerTimeoutError
+from mmcopy.errors import MmcopyTimeoutError
 
 from .digest import BITS_A_BLOCK, Digest, Status, check_agreement, pack_bits, unpack_bits
 from .group import RankGroup
@@ -22,8 +22,8 @@ __all__ = ["agree", "gather_reachability"]
 def agree(group: RankGroup, mine: Digest, deadline: float) -> list[Digest]:
     """Every rank's digest of this exchange, in the order of ranks, which have all been given the same.
 
-    Blocks until every rank is here. Raises :class:`ParallelMismatchError` on all alike, :class:`PeerTimeoutError` when
-    a rank is not here in time or has given this receive up, and :class:`PeerLostError`.
+    Blocks until every rank is here. Raises :class:`ParallelMismatchError` on all alike, :class:`MmcopyTimeoutError`
+    (``what`` is "peer") when a rank is not here in time or has given this receive up, and :class:`PeerLostError`.
     """
     if group.size == 1:
         return [mine]
@@ -32,9 +32,10 @@ def agree(group: RankGroup, mine: Digest, deadline: float) -> list[Digest]:
         foremost = max(digest.position for digest in digests)
         if mine.position < foremost:
             rank = next(n for n, digest in enumerate(digests) if digest.position == foremost)
-            raise PeerTimeoutError(
+            raise MmcopyTimeoutError(
+                "peer",
                 f"rank {group.rank} of {group.size} comes too late with receive {mine.sequence} of the group: "
-                f"rank {rank} is at receive {foremost[0]} and has given it up"
+                f"rank {rank} is at receive {foremost[0]} and has given it up",
             )
         if all(digest.position == foremost for digest in digests):
             check_agreement(digests)

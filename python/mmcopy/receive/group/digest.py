@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmcopy import errors
-from mmcopy.errors import MmcopyError, ParallelMismatchError, PeerFailedError
+from mmcopy.errors import MmcopyError, MmcopyTimeoutError, ParallelMismatchError, PeerFailedError
 from mmcopy.tensors import ShmHandle, TensorData
 
 from .plan import ParallelOptions
@@ -154,6 +154,9 @@ def raise_failure(digests: Sequence[Digest], own: BaseException | None) -> None:
         if digest.status is Status.FAILED:
             name, _, message = digest.body.decode(errors="replace").partition("\0")
             kind = getattr(errors, name, None)
+            if kind is MmcopyTimeoutError:
+                what, _, message = message.partition(": ")
+                raise MmcopyTimeoutError(what, f"rank {rank} of the group: {message}") from own
             # Not by way of a variable: with one the error would refer to itself, and keep what the callers hold.
             if isinstance(kind, type) and issubclass(kind, MmcopyError):
                 raise kind(f"rank {rank} of the group: {message}") from own

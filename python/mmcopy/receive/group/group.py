@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmcopy.errors import ConfigError, MissingDependencyError, PeerLostError, PeerTimeoutError, ReceiveTimeoutError
+from mmcopy.errors import ConfigError, MissingDependencyError, MmcopyTimeoutError, PeerLostError
 
 from .digest import BLOCK_BYTES
 
@@ -98,9 +98,9 @@ class RankGroup:
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Around one receive: one at a time, counted. Raises :class:`ReceiveTimeoutError`, :class:`PeerLostError`."""
+        """Around one receive: one at a time, counted. Raises :class:`MmcopyTimeoutError`, :class:`PeerLostError`."""
         if not self.line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise ReceiveTimeoutError("another thread's receive on the same group did not end in time")
+            raise MmcopyTimeoutError("receive", "another thread's receive on the same group did not end in time")
         try:
             if self.lost:
                 raise PeerLostError(
@@ -115,7 +115,7 @@ class RankGroup:
     def exchange(self, block: bytes, deadline: float) -> list[bytes]:
         """Every rank's block, in the order of ranks. Blocks until all are here.
 
-        Raises :class:`PeerTimeoutError`, after which the exchange goes on behind the caller's back and the next one
+        Raises :class:`MmcopyTimeoutError`, after which the exchange goes on behind the caller's back and the next one
         waits for it, and :class:`PeerLostError`, after which there is no next one.
         """
         line, torch = self.line, self._torch
@@ -139,7 +139,7 @@ class RankGroup:
         """Send rank ``source``'s bytes of ``tensor`` to every other's.
 
         With NCCL it is queued on the current stream and does not wait for the GPU; otherwise it blocks. Raises
-        :class:`PeerLostError`, and :class:`PeerTimeoutError`.
+        :class:`PeerLostError`, and :class:`MmcopyTimeoutError`.
         """
         root = self.global_ranks[source]
         if self._is_stream_ordered:
@@ -188,7 +188,7 @@ class RankGroup:
         """Block until ``work`` is done; one that is late is the end: nobody would wait for what it still writes to."""
         try:
             self._wait_until(work, deadline, what)
-        except PeerTimeoutError as error:
+        except MmcopyTimeoutError as error:
             self._lost = str(error)
             raise
 
@@ -199,8 +199,10 @@ class RankGroup:
             work.wait(limit)
         except RuntimeError:
             if not work.is_completed():
-                raise PeerTimeoutError(
-                    f"rank {self.rank} of {self.size}: {what} did not end in time: a rank is late or does not take part"
+                raise MmcopyTimeoutError(
+                    "peer",
+                    f"rank {self.rank} of {self.size}: {what} did not end in time: "
+                    "a rank is late or does not take part",
                 ) from None
             try:
                 work.wait(limit)  # it has ended: well, if that was in the moment between
