@@ -32,6 +32,7 @@ import numpy as np
 
 from mmcopy import Readiness, Receiver, ShmHandle, TensorData
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, StatusError, WorkerRequest
+from mmcopy.wire.payload import Key
 
 SERVED_NAME = "mmcopy-demo"
 ANSWER = "seen"
@@ -58,7 +59,7 @@ class RecordingWorker(SmgWorker):
         with self._lock:
             self._rows.write(json.dumps({"event": event, **fields}) + "\n")
 
-    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+    def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
         names = [data.payload.name for data in tensors.values() if isinstance(data.payload, ShmHandle)]
         self.record("receiving", segments=names)
         deadline = time.monotonic() + HOLD_LIMIT_S

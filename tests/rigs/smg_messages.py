@@ -36,3 +36,9 @@ def load(file: str) -> Any:
 
 def engine_of(file: str) -> str:
     return EXPECTED[file]["message"].split(".")[0]
+
+
+def recorded_label(engine: str, key: tuple[int, str]) -> str:
+    """How expected.json names the tensor ``key`` of a request."""
+    index, name = key
+    return f"{'input' if engine == 'vllm' else 'item'}{index}.{name}"

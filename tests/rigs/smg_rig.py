@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import (
 
 from mmcopy import Receiver, TensorData
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, WorkerRequest
+from mmcopy.wire.payload import Key
 
 MODEL = ModelInfo(
     model_path="/models/tiny",
@@ -66,11 +67,11 @@ class Worker(SmgWorker):
     def __init__(self, receiver: Receiver, **options: Any) -> None:
         super().__init__(MODEL, receiver, **options)
         self.requests: list[WorkerRequest] = []
-        self.receives: list[dict[str, TensorData]] = []
+        self.receives: list[dict[Key, TensorData]] = []
         self.released: list[str] = []
         self.batches: Sequence[Sequence[int]] = ([1, 2], [3])
 
-    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+    def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
         self.receives.append(dict(tensors))
         return super().receive(tensors)
 
@@ -109,7 +110,7 @@ class GatedWorker(Worker):
         super().__init__(receiver, **options)
         self.gate = Gate()
 
-    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+    def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
         self.gate.pass_through()
         return super().receive(tensors)
 
@@ -186,14 +187,14 @@ class SegmentMaker:
         message.shm.owner_id = f"smg:{os.getpid()}"
         return content
 
-    def refill(self, tensors: Mapping[str, Any]) -> dict[str, bytes]:
-        """Give every shm tensor of a recorded request a segment of its own; all bytes by label, inline ones too."""
+    def refill(self, tensors: Mapping[Key, Any]) -> dict[Key, bytes]:
+        """Give every shm tensor of a recorded request a segment of its own; all bytes by key, inline ones too."""
         contents = {}
-        for label, message in tensors.items():
+        for key, message in tensors.items():
             if message.WhichOneof("payload") == "shm":
-                message.shm.name, contents[label] = self.new(message.shm.nbytes)
+                message.shm.name, contents[key] = self.new(message.shm.nbytes)
             else:
-                contents[label] = message.inline
+                contents[key] = message.inline
         return contents
 
 

@@ -13,7 +13,7 @@ from mmcopy import Inline, ShmHandle, TensorData
 from mmcopy.errors import InlineTooLargeError, PayloadError
 from mmcopy.tensors import DTYPES
 from mmcopy.wire import tokenspeed, vllm
-from tests.rigs.smg_messages import DATA, ENGINES, EXPECTED, TENSOR_CLASSES, engine_of, load
+from tests.rigs.smg_messages import DATA, ENGINES, EXPECTED, TENSOR_CLASSES, engine_of, load, recorded_label
 
 GOLDEN = {
     "tokenspeed-shm": (
@@ -61,7 +61,10 @@ def test_the_recorded_files_are_the_described_ones() -> None:
 def test_every_recorded_request_parses(file: str) -> None:
     wire = ENGINES[engine_of(file)]
     expected = EXPECTED[file]["tensors"]
-    tensors = {label: wire.from_proto(message) for label, message in wire.tensors_of(load(file)).items()}
+    engine = engine_of(file)
+    tensors = {
+        recorded_label(engine, key): wire.from_proto(message) for key, message in wire.tensors_of(load(file)).items()
+    }
     assert tensors.keys() == expected.keys()
     for label, data in tensors.items():
         want = expected[label]

@@ -18,6 +18,7 @@ import pytest
 
 from mmcopy import TensorData
 from mmcopy.errors import ClosedError, DeviceMemoryError, MmcopyTimeoutError, NoSpaceError, SegmentError
+from mmcopy.wire.payload import Key
 from tests.rigs.smg_messages import load
 from tests.rigs.smg_rig import Client, SegmentMaker, Worker, cpu_receiver, request_with, run, serving, tensor_of
 
@@ -269,11 +270,12 @@ def test_two_tensors_of_one_name(shm_dir: pathlib.Path) -> None:
 def test_a_retry_is_invited_only_when_nothing_is_consumed(
     shm_dir: pathlib.Path, kind: type[Exception], code_when_inline: str
 ) -> None:
-    made = MmcopyTimeoutError("receive", "wanted 5") if kind is MmcopyTimeoutError else kind("wanted 5, found 3")
+    def make() -> Exception:
+        return MmcopyTimeoutError("receive", "wanted 5") if kind is MmcopyTimeoutError else kind("wanted 5, found 3")
 
     class Failing(Worker):
-        def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
-            raise made
+        def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
+            raise make()
 
     maker = SegmentMaker(shm_dir)
     with_segment, inline = request_with("tokenspeed"), request_with("tokenspeed")
@@ -281,7 +283,7 @@ def test_a_retry_is_invited_only_when_nothing_is_consumed(
     tensor_of(inline).MergeFrom(type(tensor_of(inline))(dtype="uint8", shape=[1], inline=b"x"))
 
     async def body(client: Client, _: Worker) -> None:
-        message = f"{kind.__name__}: {made}"
+        message = f"{kind.__name__}: {make()}"
         assert await client.refused(inline) == (code_when_inline, message)
         assert await client.refused(with_segment) == ("INTERNAL", message)
         assert maker.names() == []
@@ -291,7 +293,7 @@ def test_a_retry_is_invited_only_when_nothing_is_consumed(
 
 def test_a_receive_that_loses_a_tensor(shm_dir: pathlib.Path) -> None:
     class Losing(Worker):
-        def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+        def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
             return dict(list(super().receive(tensors).items())[1:])
 
     maker, request = SegmentMaker(shm_dir), request_with("tokenspeed")

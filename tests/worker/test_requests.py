@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmcopy import Inline
-from tests.rigs.smg_messages import ENGINES, EXPECTED, engine_of, load
+from tests.rigs.smg_messages import ENGINES, EXPECTED, engine_of, load, recorded_label
 from tests.rigs.smg_rig import (
     ENGINE_MODULES,
     SegmentMaker,
@@ -50,10 +50,10 @@ def test_recorded_request(shm_dir: pathlib.Path, file: str) -> None:
             assert item.placeholder_token_id == want["placeholder_token_id"]
             assert item.data.keys() == item.tensors.keys()
             for name, tensor in item.tensors.items():
-                label = ENGINES[engine].label_of(index, name)
+                label = recorded_label(engine, (index, name))
                 assert list(tensor.shape) == expected["tensors"][label]["shape"]
                 assert tensor.dtype.name == expected["tensors"][label]["dtype"]
-                assert tensor.tobytes() == contents.pop(label)
+                assert tensor.tobytes() == contents.pop((index, name))
         assert not contents
         if seen.rpc == "encode":
             assert answer.accepted

@@ -1,4 +1,4 @@
-"""mmcopy's tensors as the messages of real engines: one module an engine, over that engine's own protobuf classes.
+"""mmcopy's tensors as the messages of real engines: one module per engine, over that engine's own protobuf classes.
 
 ``mmcopy.wire.tokenspeed`` and ``mmcopy.wire.vllm`` have the same functions. The messages look alike, but their field
 numbers differ, so a message of one engine is not one of the other. Both need ``pip install 'mmcopy[smg]'``; importing

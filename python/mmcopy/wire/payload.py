@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mmcopy.errors import InlineTooLargeError, MissingDependencyError, PayloadError, UnsupportedPayloadError
 from mmcopy.tensors import Inline, ShmHandle, TensorData
@@ -19,7 +19,22 @@ if TYPE_CHECKING:
 
     Message = TypeVar("Message", tokenspeed_scheduler_pb2.TensorData, vllm_engine_pb2.TensorData)
 
-__all__ = ["MAX_RANK", "MESSAGE_BYTES_MAX", "by_label", "fill", "generated", "handle_of", "handles_of", "read"]
+__all__ = [
+    "MAX_RANK",
+    "MESSAGE_BYTES_MAX",
+    "Key",
+    "each_tensor",
+    "fill",
+    "generated",
+    "handle_of",
+    "handles_of",
+    "label_of",
+    "read",
+    "unique",
+]
+
+Key: TypeAlias = tuple[int, str]
+"""A tensor of a request: the index of its item, and its name there."""
 
 MAX_RANK = 32
 """The most dimensions a tensor on the wire may have: numpy before 2.0 holds no more."""
@@ -96,23 +111,36 @@ def handle_of(message: TensorMessage) -> ShmHandle | None:
     return ShmHandle(handle.name, handle.offset, handle.nbytes, handle.owner_id)
 
 
-def handles_of(tensors: Iterable[tuple[int, str, TensorMessage]]) -> Iterator[ShmHandle]:
-    """Every segment of a request, also of tensors that :func:`read` refuses: what must be released if it fails."""
-    for _, _, message in tensors:
-        handle = handle_of(message)
-        if handle is not None:
-            yield handle
+def each_tensor(items: Iterable[Any], encoder_input: str) -> Iterator[tuple[Key, TensorMessage]]:
+    """Every tensor of a request's items by its key: the field ``encoder_input`` comes first within its item, then the
+    side tensors by name."""
+    for index, item in enumerate(items):
+        if item.HasField(encoder_input):
+            yield (index, encoder_input), getattr(item, encoder_input)
+        for name in sorted(item.model_specific_tensors):
+            yield (index, name), item.model_specific_tensors[name]
 
 
-def by_label(label_of: Callable[[int, str], str], tensors: Iterable[tuple[int, str, Message]]) -> dict[str, Message]:
-    """Label -> message. Raises :class:`PayloadError` when two tensors share a label."""
-    labelled: dict[str, Message] = {}
-    for index, name, message in tensors:
-        label = label_of(index, name)
-        if label in labelled:
-            raise PayloadError(f"the request has two tensors {label!r}")
-        labelled[label] = message
-    return labelled
+def handles_of(tensors: Iterable[tuple[Key, TensorMessage]]) -> list[ShmHandle]:
+    """Every segment or lease that tensors name, also those that :func:`read` refuses: what must be released if the
+    request fails."""
+    return [handle for _, message in tensors if (handle := handle_of(message)) is not None]
+
+
+def unique(tensors: Iterable[tuple[Key, TensorMessage]]) -> dict[Key, TensorMessage]:
+    """The tensors by key. Raises :class:`PayloadError` when two of them have one key."""
+    by_key: dict[Key, TensorMessage] = {}
+    for key, message in tensors:
+        if key in by_key:
+            raise PayloadError(f"the request has two tensors {label_of(key)!r}")
+        by_key[key] = message
+    return by_key
+
+
+def label_of(key: Key) -> str:
+    """A key in words, for an error or a log."""
+    index, name = key
+    return f"item{index}.{name}"
 
 
 def _shape_of(message: TensorMessage) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mmcopy.tensors import ShmHandle, TensorData
 
 from . import payload
+from .payload import Key
 
 if TYPE_CHECKING:
     from smg_grpc_proto.generated import tokenspeed_encoder_pb2, tokenspeed_scheduler_pb2
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     Request: TypeAlias = tokenspeed_scheduler_pb2.GenerateRequest | tokenspeed_encoder_pb2.EncodeRequest
     TensorMessage: TypeAlias = tokenspeed_scheduler_pb2.TensorData
 
-__all__ = ["ENCODER_INPUT", "each_tensor", "from_proto", "handles_of", "label_of", "tensors_of", "to_proto"]
+__all__ = ["ENCODER_INPUT", "each_tensor", "from_proto", "handles_of", "tensors_of", "to_proto"]
 
 ENCODER_INPUT = "encoder_input"
 """The name, among an item's tensors, of the one that the encoder takes."""
@@ -38,31 +39,22 @@ def from_proto(message: TensorMessage) -> TensorData:
     return payload.read(message)
 
 
-def each_tensor(request: Request) -> Iterator[tuple[int, str, TensorMessage]]:
-    """(item index, tensor name, message) of every tensor of a ``GenerateRequest`` or an ``EncodeRequest``.
+def each_tensor(request: Request) -> Iterator[tuple[Key, TensorMessage]]:
+    """((item index, tensor name), message) of every tensor of a ``GenerateRequest`` or an ``EncodeRequest``.
 
     The encoder input comes first within its item, then the side tensors by name.
     """
-    for index, item in enumerate(request.mm_inputs.items):
-        if item.HasField("encoder_input"):
-            yield index, ENCODER_INPUT, item.encoder_input
-        for name in sorted(item.model_specific_tensors):
-            yield index, name, item.model_specific_tensors[name]
+    return payload.each_tensor(request.mm_inputs.items, ENCODER_INPUT)
 
 
-def label_of(index: int, name: str) -> str:
-    """How :func:`tensors_of` calls the tensor ``name`` of the item at ``index``."""
-    return f"item{index}.{name}"
+def tensors_of(request: Request) -> dict[Key, TensorMessage]:
+    """Every tensor message of a request by key: ``(0, "encoder_input")``, ``(0, "image_grid_thw")``, ...
 
-
-def tensors_of(request: Request) -> dict[str, TensorMessage]:
-    """Every tensor message of a request by label: ``item0.encoder_input``, ``item0.image_grid_thw``, ...
-
-    Raises :class:`PayloadError` when two of them have one label.
+    Raises :class:`PayloadError` when two of them have one key.
     """
-    return payload.by_label(label_of, each_tensor(request))
+    return payload.unique(each_tensor(request))
 
 
 def handles_of(request: Request) -> list[ShmHandle]:
-    """Every segment that a request names, also those of tensors that :func:`from_proto` refuses."""
-    return list(payload.handles_of(each_tensor(request)))
+    """Every segment or lease that a request names, also those of tensors that :func:`from_proto` refuses."""
+    return payload.handles_of(each_tensor(request))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mmcopy.tensors import ShmHandle, TensorData
 
 from . import payload
+from .payload import Key
 
 if TYPE_CHECKING:
     from smg_grpc_proto.generated import vllm_engine_pb2
@@ -21,7 +22,6 @@ __all__ = [
     "each_tensor",
     "from_proto",
     "handles_of",
-    "label_of",
     "tensors_of",
     "to_proto",
 ]
@@ -48,37 +48,28 @@ def from_proto(message: TensorMessage) -> TensorData:
 
 
 def each_input(request: Request) -> Iterator[vllm_engine_pb2.MultimodalInputs]:
-    """The request's inputs, one a modality: ``mm_inputs`` where it is set, then ``extra_mm_inputs``."""
+    """The request's inputs, one per modality: ``mm_inputs`` where it is set, then ``extra_mm_inputs``."""
     if request.HasField("mm_inputs"):
         yield request.mm_inputs
     yield from request.extra_mm_inputs
 
 
-def each_tensor(request: Request) -> Iterator[tuple[int, str, TensorMessage]]:
-    """(input index, tensor name, message) of every tensor of a ``GenerateRequest``.
+def each_tensor(request: Request) -> Iterator[tuple[Key, TensorMessage]]:
+    """((input index, tensor name), message) of every tensor of a ``GenerateRequest``.
 
     ``pixel_values`` comes first within its input, then the side tensors by name.
     """
-    for index, inputs in enumerate(each_input(request)):
-        if inputs.HasField("pixel_values"):
-            yield index, PIXEL_VALUES, inputs.pixel_values
-        for name in sorted(inputs.model_specific_tensors):
-            yield index, name, inputs.model_specific_tensors[name]
+    return payload.each_tensor(each_input(request), PIXEL_VALUES)
 
 
-def label_of(index: int, name: str) -> str:
-    """How :func:`tensors_of` calls the tensor ``name`` of the input at ``index``."""
-    return f"input{index}.{name}"
+def tensors_of(request: Request) -> dict[Key, TensorMessage]:
+    """Every tensor message of a request by key: ``(0, "pixel_values")``, ``(0, "image_grid_thw")``, ...
 
-
-def tensors_of(request: Request) -> dict[str, TensorMessage]:
-    """Every tensor message of a request by label: ``input0.pixel_values``, ``input0.image_grid_thw``, ...
-
-    Raises :class:`PayloadError` when two of them have one label.
+    Raises :class:`PayloadError` when two of them have one key.
     """
-    return payload.by_label(label_of, each_tensor(request))
+    return payload.unique(each_tensor(request))
 
 
 def handles_of(request: Request) -> list[ShmHandle]:
-    """Every segment that a request names, also those of tensors that :func:`from_proto` refuses."""
-    return list(payload.handles_of(each_tensor(request)))
+    """Every segment or lease that a request names, also those of tensors that :func:`from_proto` refuses."""
+    return payload.handles_of(each_tensor(request))

@@ -18,6 +18,7 @@ from typing import Any
 
 from mmcopy.errors import MmcopyTimeoutError
 from mmcopy.tensors import ShmHandle, TensorData
+from mmcopy.wire.payload import Key, label_of
 
 __all__ = ["Intake", "Received"]
 
@@ -26,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A request's tensors by label, what described them, and how long it took from the call on."""
+    """A request's tensors by key, what described them, and how long it took from the call on."""
 
-    data: dict[str, TensorData]
-    tensors: Mapping[str, Any]
+    data: dict[Key, TensorData]
+    tensors: Mapping[Key, Any]
     seconds: float
 
 
@@ -40,8 +41,8 @@ class _Job:
         self,
         request_id: str,
         handles: Sequence[ShmHandle],
-        read: Callable[[], dict[str, TensorData]],
-        receive: Callable[[Mapping[str, TensorData]], Mapping[str, Any]],
+        read: Callable[[], dict[Key, TensorData]],
+        receive: Callable[[Mapping[Key, TensorData]], Mapping[Key, Any]],
         release: Callable[[Sequence[ShmHandle]], object],
     ) -> None:
         self.handles = handles
@@ -57,7 +58,8 @@ class _Job:
             data = self._read()
             tensors = self._receive(data)
             if tensors.keys() != data.keys():
-                raise TypeError(f"receive returned {sorted(tensors)}, want {sorted(data)}")
+                found, wanted = (sorted(map(label_of, each)) for each in (tensors, data))
+                raise TypeError(f"receive returned {found}, want {wanted}")
         except BaseException as error:
             # The receiver has released what it was given; not so when reading the message or an override failed.
             self.release()
@@ -79,7 +81,7 @@ class Intake:
 
     def __init__(
         self,
-        receive: Callable[[Mapping[str, TensorData]], Mapping[str, Any]],
+        receive: Callable[[Mapping[Key, TensorData]], Mapping[Key, Any]],
         release: Callable[[Sequence[ShmHandle]], object],
         *,
         num_threads: int,
@@ -93,7 +95,7 @@ class Intake:
         self._outstanding: set[Future[Any]] = set()
 
     async def receive(
-        self, request_id: str, handles: Sequence[ShmHandle], read: Callable[[], dict[str, TensorData]]
+        self, request_id: str, handles: Sequence[ShmHandle], read: Callable[[], dict[Key, TensorData]]
     ) -> Received:
         """Run ``read``, which describes the tensors, and receive them, on a thread.
 

@@ -9,21 +9,24 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from mmcopy.prewarm.readiness import Readiness
 from mmcopy.tensors import ShmHandle, TensorData
+from mmcopy.wire.payload import Key, handles_of, unique
 
 from .ask import METADATA
-from .intake import Intake, Received
+from .intake import Intake
 from .model import ModelInfo
-from .request import MultimodalItem, Rpc, WorkerRequest
-from .rpc import Context, ReplyLostError, write
+from .request import Rpc, WorkerRequest
+from .rpc import Context, Method, ReplyLostError, service_handler, write
 from .running import RunningCalls
 from .status import Status, StatusError, handler_status, receive_status
 
 if TYPE_CHECKING:
     import grpc
+    from google.protobuf.message import Message
 
 __all__ = ["Advertisement", "Handler", "Service"]
 
@@ -47,13 +50,7 @@ class Handler(Protocol):
 class Wire(Protocol):
     """An engine's module in ``mmcopy.wire``."""
 
-    def each_tensor(self, request: Any) -> Iterator[tuple[int, str, Any]]: ...
-
-    def tensors_of(self, request: Any) -> dict[str, Any]: ...
-
-    def handles_of(self, request: Any) -> list[ShmHandle]: ...
-
-    def label_of(self, index: int, name: str) -> str: ...
+    def each_tensor(self, request: Any) -> Iterator[tuple[Key, Any]]: ...
 
     def from_proto(self, message: Any) -> TensorData: ...
 
@@ -78,9 +75,17 @@ class Advertisement:
 
 
 class Service(ABC):
-    """One engine's protocol; the subclass knows its messages."""
+    """One engine's protocol.
+
+    The engines' messages look alike, so the RPCs that they share are written once, over the engine's generated module
+    ``pb2``; a subclass says what differs: its module and service, the fields of its answers, and how its requests are
+    read.
+    """
 
     wire: ClassVar[Wire]
+    pb2: ClassVar[Any]
+    """The generated module with the messages of the RPCs below."""
+    service_name: ClassVar[str]
 
     def __init__(
         self,
@@ -99,13 +104,118 @@ class Service(ABC):
         self._readiness = readiness
         self._started = time.time()
 
-    @abstractmethod
     def handlers(self) -> list[grpc.GenericRpcHandler[Any, Any]]:
         """The engine's services, for a gRPC server."""
+        methods: dict[str, Method] = {
+            "Generate": self.generate,
+            "HealthCheck": self.health_check,
+            "Abort": self.abort,
+            "GetModelInfo": self.get_model_info,
+            "GetServerInfo": self.get_server_info,
+            "GetLoads": self.get_loads,
+        }
+        return [service_handler(self.pb2.DESCRIPTOR.services_by_name[self.service_name], methods)]
 
     @abstractmethod
     def _describe(self, rpc: Rpc, message: Any) -> WorkerRequest:
         """The request without its tensors. Raises a :class:`mmcopy.MmcopyError` for one that cannot be served."""
+
+    @abstractmethod
+    async def abort(self, request: Any, context: Context) -> Message:
+        """The RPC ``Abort``."""
+
+    @abstractmethod
+    def _model_fields(self) -> dict[str, Any]:
+        """What the engine's ``GetModelInfoResponse`` has beside the fields that all have."""
+
+    @abstractmethod
+    def _server_info(self) -> Any:
+        """The engine's ``GetServerInfoResponse``."""
+
+    def _echo(self, _request: Any) -> dict[str, Any]:
+        """What every ``GenerateResponse`` repeats of its request."""
+        return {}
+
+    async def health_check(self, _request: Any, _context: Context) -> Message | Status:
+        unready = self._unready()
+        response: Message = self.pb2.HealthCheckResponse(healthy=True, message="serving")
+        return unready or response
+
+    async def get_model_info(self, _request: Any, _context: Context) -> Message | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
+        model = self._model
+        response: Message = self.pb2.GetModelInfoResponse(
+            model_path=model.model_path,
+            tokenizer_path=model.model_path,
+            served_model_name=model.served_model_name,
+            model_type=model.model_type,
+            architectures=model.architectures,
+            max_context_length=model.max_context_length,
+            max_req_input_len=model.max_context_length - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            supports_vision="image" in model.modalities or "video" in model.modalities,
+            **self._model_fields(),
+        )
+        return response
+
+    async def get_server_info(self, _request: Any, context: Context) -> Message | Status:
+        unready = self._unready()
+        if unready is not None:
+            return unready
+        info: Message = self._server_info()
+        self._handler.server_info(info)
+        context.set_trailing_metadata(self._advertisement.metadata())
+        return info
+
+    async def get_loads(self, _request: Any, _context: Context) -> Message:
+        load = self.pb2.SchedulerLoad(
+            num_running_reqs=len(self._running),
+            num_total_reqs=len(self._running),
+            max_total_num_tokens=self._model.max_context_length,
+        )
+        response: Message = self.pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=self._advertisement.version,
+            dp_rank_count=1,
+            loads=[load],
+        )
+        return response
+
+    async def generate(self, message: Any, context: Context) -> Status | None:
+        """The RPC ``Generate``: a message per batch where the client streams, and the complete one at the end."""
+        echo = self._echo(message)
+
+        def chunk(batch: Sequence[int], prompt_tokens: int, tokens: int) -> Message:
+            part = self.pb2.GenerateStreamChunk(token_ids=batch, prompt_tokens=prompt_tokens, completion_tokens=tokens)
+            response: Message = self.pb2.GenerateResponse(chunk=part, **echo)
+            return response
+
+        async def serve(request: WorkerRequest) -> None:
+            token_ids: list[int] = []
+            prompt_tokens, chunks = len(request.input_ids), 0
+            async with _closing(self._handler.generate(request)) as batches:
+                async for batch in batches:
+                    token_ids += batch
+                    if request.stream:
+                        chunks += 1
+                        await write(context, chunk(batch, prompt_tokens, len(token_ids)))
+            if request.stream and not chunks:  # the gateway opens its answer on a chunk only
+                await write(context, chunk((), prompt_tokens, 0))
+            full = request.max_new_tokens is not None and len(token_ids) >= request.max_new_tokens
+            complete = self.pb2.GenerateComplete(
+                output_ids=token_ids,
+                finish_reason="length" if full else "stop",
+                prompt_tokens=prompt_tokens,
+                completion_tokens=len(token_ids),
+            )
+            final = self.pb2.GenerateResponse(complete=complete, **echo)
+            self._handler.finish(request, final)
+            await write(context, final)
+
+        return await self._serve("generate", message, serve)
 
     def _unready(self) -> Status | None:
         """What every question is answered with before the worker is ready; None when it is.
@@ -127,11 +237,12 @@ class Service(ABC):
         self, rpc: Rpc, message: Any, serve: Callable[[WorkerRequest], Awaitable[Answer]]
     ) -> Answer | Status:
         """Receive the request's tensors and ``serve`` it. Every failure is one status; see ``status.py``."""
-        handles = self.wire.handles_of(message)
+        tensors = list(self.wire.each_tensor(message))
+        handles = handles_of(tensors)
         with self._running.entered(message.request_id) as call:
             try:
                 try:
-                    request = await self._receive(rpc, message, handles)
+                    request = await self._receive(rpc, message, tensors, handles)
                 except Exception as error:
                     status = receive_status(error, has_segments=bool(handles))
                     _log.warning("%s %s is refused: %s", rpc, message.request_id, status.message)
@@ -158,68 +269,30 @@ class Service(ABC):
                 _log.exception("%s %s: the handler failed", rpc, message.request_id)
         return status
 
-    async def _receive(self, rpc: Rpc, message: Any, handles: list[ShmHandle]) -> WorkerRequest:
+    async def _receive(
+        self, rpc: Rpc, message: Any, tensors: list[tuple[Key, Any]], handles: list[ShmHandle]
+    ) -> WorkerRequest:
         try:
             unready = self._unready()
             if unready is not None:
                 raise StatusError(unready.code, unready.message)
             request = self._describe(rpc, message)
-            tensors = self.wire.tensors_of(message)
         except Exception:
             await self._intake.release(handles)
             raise
         if not tensors:
             return request
 
-        def read() -> dict[str, TensorData]:
-            return {label: self.wire.from_proto(tensor) for label, tensor in tensors.items()}
+        def read() -> dict[Key, TensorData]:
+            return {key: self.wire.from_proto(tensor) for key, tensor in unique(tensors).items()}
 
         received = await self._intake.receive(request.request_id, handles, read)
-        keys = [(i, name, self.wire.label_of(i, name)) for i, name, _ in self.wire.each_tensor(message)]
-        items = tuple(_with_tensors(item, i, keys, received) for i, item in enumerate(request.items))
+        items = tuple([replace(item, tensors={}, data={}) for item in request.items])
+        for key, data in received.data.items():
+            index, name = key
+            items[index].tensors[name] = received.tensors[key]
+            items[index].data[name] = data
         return replace(request, items=items, receive_s=received.seconds)
-
-    async def _generate(
-        self,
-        message: Any,
-        context: Context,
-        chunk: Callable[[Sequence[int], int, int], Any],
-        complete: Callable[[Sequence[int], str, int, int], Any],
-    ) -> Status | None:
-        """Answer ``Generate``: a message a batch where the client streams, and the complete one at the end.
-
-        ``chunk`` makes the first kind from (token ids, prompt tokens, tokens so far), ``complete`` the other from
-        (all token ids, finish reason, prompt tokens, tokens).
-        """
-
-        async def serve(request: WorkerRequest) -> None:
-            token_ids: list[int] = []
-            prompt_tokens, chunks = len(request.input_ids), 0
-            async with _closing(self._handler.generate(request)) as batches:
-                async for batch in batches:
-                    token_ids += batch
-                    if request.stream:
-                        chunks += 1
-                        await write(context, chunk(batch, prompt_tokens, len(token_ids)))
-            if request.stream and not chunks:  # the gateway opens its answer on a chunk only
-                await write(context, chunk((), prompt_tokens, 0))
-            full = request.max_new_tokens is not None and len(token_ids) >= request.max_new_tokens
-            final = complete(token_ids, "length" if full else "stop", prompt_tokens, len(token_ids))
-            self._handler.finish(request, final)
-            await write(context, final)
-
-        return await self._serve("generate", message, serve)
-
-
-def _with_tensors(
-    item: MultimodalItem, index: int, keys: Sequence[tuple[int, str, str]], received: Received
-) -> MultimodalItem:
-    names = [(name, label) for i, name, label in keys if i == index]
-    return replace(
-        item,
-        tensors={name: received.tensors[label] for name, label in names},
-        data={name: received.data[label] for name, label in names},
-    )
 
 
 @asynccontextmanager

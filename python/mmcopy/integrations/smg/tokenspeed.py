@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from google.protobuf.struct_pb2 import Struct
@@ -12,6 +10,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import tokenspeed_encoder_pb2 as encoder_pb2
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as scheduler_pb2
 
+from mmcopy.config import ENDPOINT_LABEL, NAMESPACE_LABEL
 from mmcopy.errors import PayloadError
 from mmcopy.wire import tokenspeed as wire
 
@@ -30,48 +29,12 @@ class TokenSpeedService(Service):
     """Both of TokenSpeed's services: an encode worker answers the scheduler's questions too."""
 
     wire: ClassVar[Wire] = wire
+    pb2: ClassVar[Any] = scheduler_pb2
+    service_name = "TokenSpeedScheduler"
 
     def handlers(self) -> list[grpc.GenericRpcHandler[Any, Any]]:
-        scheduler = scheduler_pb2.DESCRIPTOR.services_by_name["TokenSpeedScheduler"]
         encoder = encoder_pb2.DESCRIPTOR.services_by_name["TokenSpeedEncoder"]
-        return [
-            service_handler(
-                scheduler,
-                {
-                    "Generate": self.generate,
-                    "HealthCheck": self.health_check,
-                    "Abort": self.abort,
-                    "GetModelInfo": self.get_model_info,
-                    "GetServerInfo": self.get_server_info,
-                    "GetLoads": self.get_loads,
-                },
-            ),
-            service_handler(encoder, {"Encode": self.encode}),
-        ]
-
-    async def generate(self, request: scheduler_pb2.GenerateRequest, context: Context) -> Status | None:
-        def chunk(batch: Sequence[int], prompt_tokens: int, completion_tokens: int) -> scheduler_pb2.GenerateResponse:
-            return scheduler_pb2.GenerateResponse(
-                request_id=request.request_id,
-                chunk=scheduler_pb2.GenerateStreamChunk(
-                    token_ids=batch, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-                ),
-            )
-
-        def complete(
-            ids: Sequence[int], reason: str, prompt_tokens: int, completion_tokens: int
-        ) -> scheduler_pb2.GenerateResponse:
-            return scheduler_pb2.GenerateResponse(
-                request_id=request.request_id,
-                complete=scheduler_pb2.GenerateComplete(
-                    output_ids=ids,
-                    finish_reason=reason,
-                    prompt_tokens=prompt_tokens,
-                    completion_tokens=completion_tokens,
-                ),
-            )
-
-        return await self._generate(request, context, chunk, complete)
+        return [*super().handlers(), service_handler(encoder, {"Encode": self.encode})]
 
     async def encode(
         self, request: encoder_pb2.EncodeRequest, _context: Context
@@ -80,7 +43,7 @@ class TokenSpeedService(Service):
             await self._handler.encode(received)
             return encoder_pb2.EncodeResponse(accepted=True)
 
-        # The gateway removes the segments as soon as this call ends: nothing may be left to read after the answer.
+        # The gateway unlinks the segments as soon as this call ends: nothing may be left to read after the answer.
         return await self._serve("encode", request, serve)
 
     async def abort(self, request: scheduler_pb2.AbortRequest, _context: Context) -> scheduler_pb2.AbortResponse:
@@ -89,44 +52,19 @@ class TokenSpeedService(Service):
             success=running, message="" if running else f"no request {request.request_id!r} is running"
         )
 
-    async def health_check(
-        self, _request: scheduler_pb2.HealthCheckRequest, _context: Context
-    ) -> scheduler_pb2.HealthCheckResponse | Status:
-        unready = self._unready()
-        if unready is not None:
-            return unready
-        return scheduler_pb2.HealthCheckResponse(healthy=True, message="serving")
+    def _echo(self, request: Any) -> dict[str, Any]:
+        return {"request_id": request.request_id}
 
-    async def get_model_info(
-        self, _request: scheduler_pb2.GetModelInfoRequest, _context: Context
-    ) -> scheduler_pb2.GetModelInfoResponse | Status:
-        unready = self._unready()
-        if unready is not None:
-            return unready
+    def _model_fields(self) -> dict[str, Any]:
         model = self._model
-        return scheduler_pb2.GetModelInfoResponse(
-            model_path=model.model_path,
-            tokenizer_path=model.model_path,
-            served_model_name=model.served_model_name,
-            model_type=model.model_type,
-            architectures=model.architectures,
-            max_context_length=model.max_context_length,
-            max_req_input_len=model.max_context_length - 1,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            supports_vision="image" in model.modalities or "video" in model.modalities,
-            supports_multimodal=bool(model.modalities),
-            supported_modalities=[common_pb2.Modality.Value(name.upper()) for name in model.modalities],
-            model_dtype=model.model_dtype,
-            multimodal_encoder_dtype=self._advertisement.encoder_dtype,
-        )
+        return {
+            "supports_multimodal": bool(model.modalities),
+            "supported_modalities": [common_pb2.Modality.Value(name.upper()) for name in model.modalities],
+            "model_dtype": model.model_dtype,
+            "multimodal_encoder_dtype": self._advertisement.encoder_dtype,
+        }
 
-    async def get_server_info(
-        self, _request: scheduler_pb2.GetServerInfoRequest, context: Context
-    ) -> scheduler_pb2.GetServerInfoResponse | Status:
-        unready = self._unready()
-        if unready is not None:
-            return unready
+    def _server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         server_args, scheduler_info = Struct(), Struct()
         server_args.update(
             {
@@ -138,9 +76,9 @@ class TokenSpeedService(Service):
             }
         )
         if self._advertisement.shm_namespace_id:
-            scheduler_info["shm_namespace_id"] = self._advertisement.shm_namespace_id
+            scheduler_info[NAMESPACE_LABEL] = self._advertisement.shm_namespace_id
         if self._advertisement.endpoint:
-            scheduler_info["mmcopy_endpoint"] = self._advertisement.endpoint
+            scheduler_info[ENDPOINT_LABEL] = self._advertisement.endpoint
         info = scheduler_pb2.GetServerInfoResponse(
             server_args=server_args,
             scheduler_info=scheduler_info,
@@ -150,31 +88,14 @@ class TokenSpeedService(Service):
             tokenspeed_version=self._advertisement.version,
         )
         info.start_time.FromSeconds(int(self._started))
-        self._handler.server_info(info)
-        context.set_trailing_metadata(self._advertisement.metadata())
         return info
-
-    async def get_loads(
-        self, _request: scheduler_pb2.GetLoadsRequest, _context: Context
-    ) -> scheduler_pb2.GetLoadsResponse:
-        load = scheduler_pb2.SchedulerLoad(
-            num_running_reqs=len(self._running),
-            num_total_reqs=len(self._running),
-            max_total_num_tokens=self._model.max_context_length,
-        )
-        return scheduler_pb2.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(),
-            version=self._advertisement.version,
-            dp_rank_count=1,
-            loads=[load],
-        )
 
     def _describe(self, rpc: Rpc, message: Any) -> WorkerRequest:
         items = tuple(map(_item, message.mm_inputs.items))
         if rpc == "encode":
             rooms = tuple(assignment.bootstrap_room for assignment in message.items)
             if not items or len(rooms) != len(items):
-                raise PayloadError(f"Encode has {len(items)} items and {len(rooms)} rooms, want one room an item")
+                raise PayloadError(f"Encode has {len(items)} items and {len(rooms)} rooms, want one room per item")
             return WorkerRequest(
                 engine="tokenspeed",
                 rpc=rpc,

@@ -17,6 +17,7 @@ from mmcopy.errors import ClosedError, ConfigError, MissingDependencyError
 from mmcopy.prewarm.readiness import Readiness
 from mmcopy.receive.receiver import Receiver
 from mmcopy.tensors import DTYPES, ShmHandle, TensorData
+from mmcopy.wire.payload import Key
 
 from .intake import Intake
 from .model import ModelInfo
@@ -129,8 +130,8 @@ class SmgWorker:
             self._advertisement.encoder_dtype = self.encoder_dtype
         return self.encoder_dtype
 
-    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
-        """One request's tensors by label (``item0.encoder_input``, ``input0.pixel_values``), on the device.
+    def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
+        """One request's tensors by key (``(0, "encoder_input")``, ``(1, "pixel_values")``), on the device.
 
         Runs on a receiving thread, several at a time. Override it to observe or to time, and call this one: it is what
         removes the segments of a request that succeeds.

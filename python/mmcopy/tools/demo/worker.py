@@ -26,6 +26,7 @@ import numpy as np
 from mmcopy import Inline, MmcopyError, Receiver, ShmHandle, TensorData
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.integrations.smg import ModelInfo, SmgWorker, WorkerRequest
+from mmcopy.wire.payload import Key
 
 from .reporting import Report, wait_for_stop
 
@@ -59,15 +60,15 @@ class DemoWorker(SmgWorker):
         vocabulary = json.loads((Path(self.model.model_path) / "tokenizer.json").read_text())["model"]["vocab"]
         self._reply = [vocabulary[letter] for letter in REPLY]
 
-    def receive(self, tensors: Mapping[str, TensorData]) -> Mapping[str, Any]:
+    def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Key, Any]:
         """Receive one by one, so that each tensor is timed by itself, until its bytes are on the device."""
-        received: dict[str, Any] = {}
+        received: dict[Key, Any] = {}
         try:
-            for label, data in tensors.items():
+            for key, data in tensors.items():
                 plain, error = plain_digest(data)
                 start = time.perf_counter()
-                received.update(super().receive({label: data}))
-                _wait_for_device(received[label])
+                received.update(super().receive({key: data}))
+                _wait_for_device(received[key])
                 self._observed[id(data)] = Observed(data, time.perf_counter() - start, plain, error)
         except BaseException as error:
             for data in tensors.values():
