@@ -7,12 +7,12 @@
 //! * **data**: the bytes of all leases. Sealed against new writable mappings (`F_SEAL_FUTURE_WRITE`) once the sender has
 //!   its own, so the kernel keeps workers from writing to it.
 //! * **control**: a header and one record a lease, written by the sender alone and sealed like the data.
-//! * **marks**: one file for each worker, two words a lease, written by that worker alone. The sender maps all of them, a
+//! * **flags**: one file for each worker, two words a lease, written by that worker alone. The sender maps all of them, a
 //!   worker sees its own and nobody else's.
 //!
-//! So a worker that writes garbage wherever it can reaches its own marks: it can let go of its own leases too early, and
+//! So a worker that writes garbage wherever it can reaches its own flags: it can let go of its own leases too early, and
 //! get wrong pixels itself. The free list, who has which lease, and when a block comes back are in the sender's private
-//! memory ([`table`](self)), and of the marks it only ever asks whether a word equals one value.
+//! memory ([`table`](self)), and of the flags it only ever asks whether a word equals one value.
 //!
 //! # A lease
 //!
@@ -35,18 +35,18 @@
 //!
 //! # Who orders what
 //!
-//! `g` is the lease's generation, which no other lease of the arena has; `m` its lower 32 bits, never 0. A mark is 32 bits
+//! `g` is the lease's generation, which no other lease of the arena has; `m` its lower 32 bits, never 0. A flag is 32 bits
 //! wide so that a GPU's stream can write it.
 //!
 //! | word | writer | store | reader | load | what it orders |
 //! | --- | --- | --- | --- | --- | --- |
 //! | record: generation | sender | 0 relaxed, fence release, the other words relaxed, `g` release | consumer | acquire, the other words relaxed, fence acquire, again relaxed | a record that is read whole is of one generation |
 //! | record: written | sender | release, under a lock that every writing thread took after its stores | consumer | acquire | the bytes below it come before the reads |
-//! | record: state, against mark: claim | sender: cancelled relaxed, fence seq-cst, then loads the claim | | consumer: claim relaxed, fence seq-cst, then loads the state | | one of the two sees the other: no lease is both read and given out |
-//! | mark: release | consumer, `m` release; or its GPU's stream, after the copy | | sender | acquire | all reads come before the next writes to the block |
+//! | record: state, against flag: claim | sender: cancelled relaxed, fence seq-cst, then loads the claim | | consumer: claim relaxed, fence seq-cst, then loads the state | | one of the two sees the other: no lease is both read and given out |
+//! | flag: release | consumer, `m` release; or its GPU's stream, after the copy | | sender | acquire | all reads come before the next writes to the block |
 //!
-//! A mark that is left from an earlier lease in the same record names another generation and says nothing; the sender
-//! passes over a generation whose `m` a mark happens to hold. A mark that is written late, or twice, is the same.
+//! A flag that is left from an earlier lease in the same record names another generation and says nothing; the sender
+//! passes over a generation whose `m` a flag happens to hold. A flag that is written late, or twice, is the same.
 //!
 //! The consumer's end of a pipe tells the sender that it lives: it is closed with the process, or when the [`Map`] is
 //! dropped, whichever is first. The link's socket tells the consumer that the sender lives, but not the sender that the
@@ -60,7 +60,7 @@
 mod blocks;
 mod budget;
 mod consumer;
-mod fault;
+mod error;
 mod group;
 mod handle;
 mod layout;
@@ -77,10 +77,10 @@ mod table;
 mod writing;
 
 pub use budget::{Available, GroupLimit, MemoryBudget};
-pub use fault::Fault;
+pub use error::ArenaError;
 pub use group::{Part, write_all};
 pub use handle::{LEASE_PREFIX, LeaseHandle};
-pub use map::{Claim, Map, Mark};
+pub use map::{Claim, Flag, Map};
 pub use options::{HugePages, Options, Report, Statistics};
 pub use sender::Arena;
 pub use table::MAX_CONSUMERS;

@@ -24,14 +24,14 @@
 mod arenas;
 mod credentials;
 mod directory;
-mod fault;
+mod error;
 mod frame;
 mod link;
 mod peer;
 mod server;
 mod socket;
 
-pub use fault::Fault;
+pub use error::EndpointError;
 pub(crate) use frame::Offer;
 pub use frame::{MAX_PROBE_BYTES, MAX_TEXT_BYTES};
 pub use link::{Probed, SenderLink};

@@ -318,10 +318,10 @@ pub enum Error {
     },
     /// Between a worker's endpoint and a sender's link.
     #[error(transparent)]
-    Endpoint(#[from] crate::endpoint::Fault),
+    Endpoint(#[from] crate::endpoint::EndpointError),
     /// Of an arena or a lease.
     #[error(transparent)]
-    Arena(#[from] crate::arena::Fault),
+    Arena(#[from] crate::arena::ArenaError),
 }
 
 impl Error {

@@ -24,7 +24,7 @@ static HANDLER: Once = Once::new();
 
 /// The process that something belongs to. A process id alone would not do: a child in a new pid namespace can have its
 /// parent's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Process {
     pid: Pid,
     forks: u64,
@@ -42,6 +42,19 @@ impl Process {
     /// Whether this is still it, and not a child of it.
     pub(crate) fn is_current(self) -> bool {
         self == Self::current()
+    }
+
+    /// Its number in its own pid namespace: for messages, not an identity.
+    #[cfg(feature = "python")]
+    pub(crate) fn pid(self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// A process that is not this one, though it has its number.
+    #[cfg(test)]
+    pub(crate) fn elsewhere() -> Self {
+        let here = Self::current();
+        Self { forks: here.forks + 1, ..here }
     }
 }
 

@@ -12,9 +12,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::fork::Process;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
-use rustix::process::Pid;
 
 use crate::entry::{self, Identity};
 use crate::name::{OwnerId, SegmentName};
@@ -31,7 +31,7 @@ pub struct Owner {
     _lock: OwnedFd,
     identity: Identity,
     next: AtomicU64,
-    process: Pid,
+    process: Process,
 }
 
 impl Owner {
@@ -50,7 +50,7 @@ impl Owner {
                         _lock: lock,
                         identity,
                         next: AtomicU64::new(0),
-                        process: rustix::process::getpid(),
+                        process: Process::current(),
                     });
                 }
                 Err(errno @ (Errno::EXIST | Errno::WOULDBLOCK | Errno::STALE)) => last = errno,
@@ -86,7 +86,7 @@ impl Owner {
     }
 
     fn is_inherited(&self) -> bool {
-        self.process != rustix::process::getpid()
+        !self.process.is_current()
     }
 }
 

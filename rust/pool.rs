@@ -22,16 +22,16 @@
 //!
 //! # How it is checked
 //!
-//! The hand-over is `pool/ledger.rs` and `pool/crew.rs`. loom runs it through every order of its steps, within a bound
+//! The hand-over is `pool/ledger.rs` and `pool/queue.rs`. loom runs it through every order of its steps, within a bound
 //! of preemptions:
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" cargo test --release --lib loom
 //! ```
 
-mod crew;
 mod job;
 mod ledger;
+mod queue;
 mod sync;
 mod table;
 
@@ -40,11 +40,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::process::Pid;
+use crate::fork::Process;
 
-use self::crew::Crew;
 use self::job::Copying;
 pub use self::job::Job;
+use self::queue::WorkQueue;
 use self::sync::Spin;
 pub use self::table::{CopySource, Piece, Table};
 use crate::streaming::Store;
@@ -53,31 +53,31 @@ use crate::{Error, Result};
 /// Threads named `mmcopy-copy-<n>` that copy the chunks of jobs. Dropping it closes it.
 #[derive(Debug)]
 pub struct Pool {
-    crew: Arc<Crew<Copying>>,
+    queue: Arc<WorkQueue<Copying>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     num_threads: usize,
-    process: Pid,
+    process: Process,
 }
 
 impl Pool {
     /// Starts the threads, which sleep until there is work. When the system refuses one, none is left.
     pub fn new(num_threads: NonZeroUsize) -> Result<Self> {
         let num_threads = num_threads.get();
-        let crew = Arc::new(Crew::new(num_threads));
+        let queue = Arc::new(WorkQueue::new(num_threads));
         let mut threads = Vec::new();
         for thread in 0..num_threads {
-            let crew_of_thread = Arc::clone(&crew);
-            let spawned = Builder::new().name(format!("mmcopy-copy-{thread}")).spawn(move || work(&crew_of_thread));
+            let queue_of_thread = Arc::clone(&queue);
+            let spawned = Builder::new().name(format!("mmcopy-copy-{thread}")).spawn(move || work(&queue_of_thread));
             match spawned {
                 Ok(handle) => threads.push(handle),
                 Err(error) => {
-                    crew.close();
+                    queue.close();
                     join(threads);
                     return Err(Error::Spawn { thread, num_threads, reason: error.to_string() });
                 }
             }
         }
-        Ok(Self { crew, threads: Mutex::new(threads), num_threads, process: rustix::process::getpid() })
+        Ok(Self { queue, threads: Mutex::new(threads), num_threads, process: Process::current() })
     }
 
     /// Threads that it was made with.
@@ -91,7 +91,7 @@ impl Pool {
         if self.is_inherited() {
             return Err(closed());
         }
-        Job::start(table, Store::best_for(self.num_threads), &self.crew, self.process).ok_or_else(closed)
+        Job::start(table, Store::best_for(self.num_threads), &self.queue, self.process).ok_or_else(closed)
     }
 
     /// Copies a table of one chunk on the calling thread. No other thread has part in it.
@@ -104,9 +104,9 @@ impl Pool {
 
     /// Wakes as many threads for a job that will start within microseconds: waking takes about as long as what comes
     /// before a start. They look about and sleep again when none comes. Never blocks.
-    pub fn rouse(&self, num_threads: usize) {
+    pub fn wake(&self, num_threads: usize) {
         if !self.is_inherited() {
-            self.crew.call(num_threads.min(self.num_threads));
+            self.queue.wake(num_threads.min(self.num_threads));
         }
     }
 
@@ -116,8 +116,8 @@ impl Pool {
         if self.is_inherited() {
             return Ok(());
         }
-        self.crew.close();
-        let num_left = self.crew.wait_left(Instant::now().checked_add(limit));
+        self.queue.close();
+        let num_left = self.queue.wait_exited(Instant::now().checked_add(limit));
         if num_left > 0 {
             return Err(Error::Timeout { what: format!("{num_left} copy threads"), waited: limit });
         }
@@ -126,7 +126,7 @@ impl Pool {
     }
 
     fn is_inherited(&self) -> bool {
-        self.process != rustix::process::getpid()
+        !self.process.is_current()
     }
 }
 
@@ -144,18 +144,18 @@ impl Drop for Pool {
     }
 }
 
-fn work(crew: &Crew<Copying>) {
+fn work(queue: &WorkQueue<Copying>) {
     /// Counts the thread out, also after a panic.
-    struct Leave<'a>(&'a Crew<Copying>);
+    struct Leave<'a>(&'a WorkQueue<Copying>);
     impl Drop for Leave<'_> {
         fn drop(&mut self) {
-            self.0.leave();
+            self.0.exit();
         }
     }
 
-    let _leave = Leave(crew);
+    let _leave = Leave(queue);
     let mut spin = Spin::new();
-    while let Some((copying, chunk)) = crew.next(&mut spin) {
+    while let Some((copying, chunk)) = queue.next(&mut spin) {
         copying.copy(chunk);
     }
 }

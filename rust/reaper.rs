@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::process::Pid;
+use crate::fork::Process;
 
 use crate::segment::Segment;
 
@@ -17,7 +17,7 @@ use crate::segment::Segment;
 #[derive(Debug)]
 pub struct Reaper {
     shared: Arc<Shared>,
-    process: Pid,
+    process: Process,
 }
 
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ impl Reaper {
     /// A reaper without a thread.
     #[must_use]
     pub fn new() -> Self {
-        Self { shared: Arc::default(), process: rustix::process::getpid() }
+        Self { shared: Arc::default(), process: Process::current() }
     }
 
     /// Lets go of the segments. One that somebody else still uses, a copy job for example, is closed by the last of
@@ -96,7 +96,7 @@ impl Reaper {
     }
 
     fn is_inherited(&self) -> bool {
-        self.process != rustix::process::getpid()
+        !self.process.is_current()
     }
 }
 

@@ -28,6 +28,7 @@ __all__ = [
     "CopyPool",
     "Lease",
     "LeaseWriter",
+    "Process",
     "Reaper",
     "Segment",
     "SegmentOwner",
@@ -303,7 +304,7 @@ class CopyPool:
         Raises as :meth:`start` does, and the error of the copy; then the slot holds anything.
         """
 
-    def rouse(self, num_threads: int) -> None:
+    def wake(self, num_threads: int) -> None:
         """Wake up to ``num_threads`` threads for a job that starts within microseconds. Never blocks.
 
         Waking a thread that sleeps takes about 50 us. They sleep again when no job comes.
@@ -362,6 +363,28 @@ class CopyJob:
 
         Chunks that are there stay. Does nothing to a job that is over, and nothing in a forked child.
         """
+
+@final
+class Process:
+    """A process, told from its forked children also where a pid namespace gives a child the number of its parent.
+
+    Compares by value and can be hashed.
+    """
+
+    @staticmethod
+    def current() -> Process:
+        """The process that calls this."""
+
+    def is_current(self) -> bool:
+        """Whether the calling process is still this one, and not a child that was forked from it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number in its own pid namespace: for messages, not an identity."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
 
 @final
 class Reaper:
@@ -670,12 +693,12 @@ class ArenaMap:
         """Bytes of the data."""
 
     @property
-    def marks_address(self) -> int:
-        """Address of our marks, for registering them with CUDA (read and write)."""
+    def flags_address(self) -> int:
+        """Address of our flags (claims and release flags), for registering them with CUDA (read and write)."""
 
     @property
-    def marks_nbytes(self) -> int:
-        """Bytes of our marks."""
+    def flags_nbytes(self) -> int:
+        """Bytes of our flags."""
 
     @property
     def owner_gone(self) -> bool:
@@ -715,10 +738,10 @@ class Lease:
         """Bytes."""
 
     @property
-    def mark(self) -> tuple[int, int]:
+    def release_flag(self) -> tuple[int, int]:
         """Address of the word that tells the sender that our reads are over, and what to write: 32 bits.
 
-        The address is in the :class:`ArenaMap`'s marks. For a GPU's stream, after its copy; then :meth:`hand_on`.
+        The address is in the :class:`ArenaMap`'s flags. For a GPU's stream, after its copy; then :meth:`defer_release`.
         """
 
     def written(self) -> int:
@@ -737,8 +760,8 @@ class Lease:
     def release_when_dropped(self) -> None:
         """From now on dropping this, and every buffer of it, releases it."""
 
-    def hand_on(self) -> bool:
-        """Somebody else writes the mark; :meth:`release` does nothing any more. False when it is not held."""
+    def defer_release(self) -> bool:
+        """A GPU's stream writes the release flag: :meth:`release` does nothing any more. False when it is not held."""
 
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...

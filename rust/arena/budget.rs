@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::fault::Fault;
+use super::error::ArenaError;
 
 /// An arena takes at most seven eighths of what is available.
 const MOST_EIGHTHS: u64 = 7;
@@ -54,13 +54,13 @@ impl MemoryBudget {
 }
 
 /// Refuses more than there is. `None`: nothing is known, and nothing refused.
-pub(super) fn check(wanted_nbytes: u64, available: Option<&Available>) -> Result<(), Fault> {
+pub(super) fn check(wanted_nbytes: u64, available: Option<&Available>) -> Result<(), ArenaError> {
     let Some(available) = available else { return Ok(()) };
     let most_nbytes = available.nbytes / 8 * MOST_EIGHTHS;
     if wanted_nbytes <= most_nbytes {
         return Ok(());
     }
-    Err(Fault::Memory {
+    Err(ArenaError::Memory {
         wanted_nbytes,
         available_nbytes: available.nbytes,
         most_nbytes,
@@ -172,7 +172,9 @@ mod tests {
         assert_eq!(found.nbytes, 206 * MIB);
         assert!(found.limited_by.ends_with("/cgroup/pod"), "{}", found.limited_by);
         let refused = check(512 * MIB, Some(&found)).unwrap_err();
-        let Fault::Memory { wanted_nbytes, available_nbytes, most_nbytes, .. } = &refused else { panic!("{refused}") };
+        let ArenaError::Memory { wanted_nbytes, available_nbytes, most_nbytes, .. } = &refused else {
+            panic!("{refused}")
+        };
         assert_eq!((*wanted_nbytes, *available_nbytes, *most_nbytes), (512 * MIB, 206 * MIB, 206 * MIB / 8 * 7));
         assert!(refused.to_string().contains("memory.max 268435456"), "{refused}");
         assert_eq!(check(180 * MIB, Some(&found)), Ok(()));

@@ -6,37 +6,37 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 use rustix::pipe::PipeFlags;
 
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::layout;
 use super::mapping::Mapping;
 use super::memfd;
 use crate::endpoint::poll;
 use crate::fork::Descriptor;
 
-/// Its marks, and the end of a pipe whose other end it holds as long as it may read: the kernel tells when that has gone,
+/// Its flags, and the end of a pipe whose other end it holds as long as it may read: the kernel tells when that has gone,
 /// with its process or before. The socket does not serve for this: closing our end of it says nothing about its reads.
 #[derive(Debug)]
 pub(super) struct Consumer {
-    pub(super) marks: Mapping,
+    pub(super) flags: Mapping,
     alive: Descriptor,
 }
 
 /// What the worker gets.
 #[derive(Debug)]
 pub(super) struct Passed {
-    pub(super) marks: OwnedFd,
+    pub(super) flags: OwnedFd,
     /// A child that is forked while the worker is waited for must not keep it: the worker would seem to live.
     pub(super) alive: Descriptor,
 }
 
 impl Consumer {
-    pub(super) fn new(num_leases: u32) -> Result<(Self, Passed), Fault> {
-        let nbytes = layout::marks_nbytes(num_leases);
-        let (file, marks) = memfd::marks(nbytes)?;
+    pub(super) fn new(num_leases: u32) -> Result<(Self, Passed), ArenaError> {
+        let nbytes = layout::flags_nbytes(num_leases);
+        let (file, flags) = memfd::flags(nbytes)?;
         let pipe = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
         let (ours, theirs) =
-            pipe.map_err(|errno| Fault::Io { operation: "pipe", errno: errno.raw_os_error(), nbytes: 0 })?;
-        Ok((Self { marks, alive: Descriptor::new(ours) }, Passed { marks: file, alive: Descriptor::new(theirs) }))
+            pipe.map_err(|errno| ArenaError::Io { operation: "pipe", errno: errno.raw_os_error(), nbytes: 0 })?;
+        Ok((Self { flags, alive: Descriptor::new(ours) }, Passed { flags: file, alive: Descriptor::new(theirs) }))
     }
 
     /// Which of these have let go of the arena, or died.

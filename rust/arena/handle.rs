@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::layout::MOST_LEASES;
 use super::record::is_usable;
 
@@ -31,8 +31,8 @@ impl LeaseHandle {
     }
 
     /// Reads the four fields. Nothing is assumed about where they come from.
-    pub fn parse(name: &str, offset: u64, nbytes: u64, owner_id: &str) -> Result<Self, Fault> {
-        let forged = |reason: &str| Fault::Forged { name: shortened(name), reason: reason.to_owned() };
+    pub fn parse(name: &str, offset: u64, nbytes: u64, owner_id: &str) -> Result<Self, ArenaError> {
+        let forged = |reason: &str| ArenaError::Forged { name: shortened(name), reason: reason.to_owned() };
         let rest =
             name.strip_prefix(LEASE_PREFIX).ok_or_else(|| forged("its name does not begin with mmcopyarena-"))?;
         let mut parts = rest.split('-');
@@ -147,11 +147,11 @@ mod tests {
             "/mmcopyarena-0123456789abcdef-7-42",
         ] {
             let parsed = LeaseHandle::parse(name, 0, 1, &owner);
-            assert!(matches!(parsed, Err(Fault::Forged { .. })), "{name}: {parsed:?}");
+            assert!(matches!(parsed, Err(ArenaError::Forged { .. })), "{name}: {parsed:?}");
         }
         for owner_id in ["", "mmcopy:", "mmcopy:0123456789abcdee", "0123456789abcdef", "smg:1"] {
             let parsed = LeaseHandle::parse(&HANDLE.name(), 0, 1, owner_id);
-            assert!(matches!(parsed, Err(Fault::Forged { .. })), "{owner_id}");
+            assert!(matches!(parsed, Err(ArenaError::Forged { .. })), "{owner_id}");
         }
     }
 

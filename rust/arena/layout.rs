@@ -7,7 +7,7 @@
 //!        0   u64 generation, u64 offset, u64 nbytes, u32 consumers, u32 state
 //!        64  u64 written
 //!
-//! marks, one file a consumer, written by it alone
+//! flags, one file a consumer, written by it alone
 //!   0                claims: u32 a lease
 //!   claims rounded   releases: u32 a lease
 //!   up to a page
@@ -16,7 +16,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::mapping::Mapping;
-use super::record::{Marks, Record};
+use super::record::{Flags, Record};
 use crate::memory::Source;
 
 pub(super) const PAGE_BYTES: usize = 4096;
@@ -34,8 +34,8 @@ pub(super) const fn control_nbytes(num_leases: u32) -> usize {
     (HEADER_BYTES + num_leases as usize * RECORD_BYTES).next_multiple_of(PAGE_BYTES)
 }
 
-/// Bytes of a consumer's marks.
-pub(super) const fn marks_nbytes(num_leases: u32) -> usize {
+/// Bytes of a consumer's flags.
+pub(super) const fn flags_nbytes(num_leases: u32) -> usize {
     2 * releases_at(num_leases)
 }
 
@@ -88,9 +88,9 @@ pub(super) fn record(control: &Mapping, index: u32) -> Record<'_, AtomicU64, Ato
     }
 }
 
-/// A consumer's marks for this lease.
-pub(super) fn marks(marks: &Mapping, num_leases: u32, index: u32) -> Marks<'_, AtomicU32> {
-    Marks { claim: marks.word32(index as usize * 4), release: marks.word32(release_at(num_leases, index)) }
+/// A consumer's flags for this lease.
+pub(super) fn flags(flags: &Mapping, num_leases: u32, index: u32) -> Flags<'_, AtomicU32> {
+    Flags { claim: flags.word32(index as usize * 4), release: flags.word32(release_at(num_leases, index)) }
 }
 
 /// Where a consumer's release of this lease is.

@@ -9,7 +9,7 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use loom::thread;
 
 use super::progress::Progress;
-use super::record::{Entry, Marks, Record};
+use super::record::{Entry, Flags, Record};
 
 const BIT: u32 = 1;
 
@@ -52,8 +52,8 @@ impl Shared {
         Record { generation, offset, nbytes, consumers, state, written }
     }
 
-    fn marks(&self) -> Marks<'_, AtomicU32> {
-        Marks { claim: &self.claim, release: &self.release }
+    fn flags(&self) -> Flags<'_, AtomicU32> {
+        Flags { claim: &self.claim, release: &self.release }
     }
 
     fn store(&self, at: usize, value: u64) {
@@ -86,18 +86,18 @@ fn a_block_is_written_again_only_after_the_last_read() {
         let consumer = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                assert!(shared.marks().claim(&shared.record(), 1, BIT));
+                assert!(shared.flags().claim(&shared.record(), 1, BIT));
                 if shared.record().written().nbytes == 1 {
                     assert_eq!(shared.load(0), 11);
                 }
-                shared.marks().release(1);
+                shared.flags().release(1);
             })
         };
-        if shared.marks().is_released(1) {
+        if shared.flags().is_released(1) {
             shared.store(0, 22);
         }
         consumer.join().unwrap();
-        assert!(shared.marks().is_released(1));
+        assert!(shared.flags().is_released(1));
     });
 }
 
@@ -137,21 +137,21 @@ fn a_lease_that_is_taken_back_is_either_claimed_or_free() {
         let consumer = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                let is_ours = shared.marks().claim(&shared.record(), 1, BIT);
+                let is_ours = shared.flags().claim(&shared.record(), 1, BIT);
                 if is_ours {
                     shared.load(0);
-                    shared.marks().release(1);
+                    shared.flags().release(1);
                 }
                 is_ours
             })
         };
         shared.record().cancel();
         // A claim that won is waited for; without one the block is ours.
-        if !shared.marks().is_claimed(1) || shared.marks().is_released(1) {
+        if !shared.flags().is_claimed(1) || shared.flags().is_released(1) {
             shared.store(0, 22);
         }
         consumer.join().unwrap();
-        assert!(!shared.marks().is_claimed(1) || shared.marks().is_released(1));
+        assert!(!shared.flags().is_claimed(1) || shared.flags().is_released(1));
     });
 }
 
@@ -162,19 +162,19 @@ fn a_slow_claim_of_an_old_lease_does_not_get_the_new_one() {
         let consumer = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                if shared.marks().claim(&shared.record(), 1, BIT) {
+                if shared.flags().claim(&shared.record(), 1, BIT) {
                     shared.load(0);
-                    shared.marks().release(1);
+                    shared.flags().release(1);
                 }
             })
         };
         shared.record().cancel();
-        if !shared.marks().is_claimed(1) {
+        if !shared.flags().is_claimed(1) {
             shared.record().retire();
             shared.record().publish(&entry(2));
             shared.store(0, 22);
             shared.record().advance(1);
-            assert!(!shared.marks().is_released(2));
+            assert!(!shared.flags().is_released(2));
         }
         consumer.join().unwrap();
     });

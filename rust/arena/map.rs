@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::blocks::MOST_DATA_BYTES;
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::handle::LeaseHandle;
 use super::layout::{self, Header, MOST_LEASES};
 use super::mapping::{Access, Mapping};
@@ -35,7 +35,7 @@ pub struct Map {
     is_read_only: bool,
     data: Mapping,
     control: Mapping,
-    marks: Mapping,
+    flags: Mapping,
     is_owner_gone: AtomicBool,
     held: Mutex<HashMap<u32, (u64, Holding)>>,
     process: Process,
@@ -53,29 +53,29 @@ pub struct Claim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holding {
     Held,
-    /// Somebody else, such as a GPU's stream, writes the mark.
+    /// Somebody else, such as a GPU's stream, writes the flag.
     HandedOn,
     Released,
 }
 
 /// The word that tells the sender that we are done, for those who write it from elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mark {
+pub struct Flag {
     /// Its address in this process.
     pub address: usize,
-    /// Its offset in the mapping of all marks.
+    /// Its offset in the mapping of all flags.
     pub offset: usize,
     /// What to write.
     pub value: u32,
 }
 
 impl Map {
-    /// Maps what was offered: data, control, marks, and the end of a pipe. Everything is checked: seals, sizes, the
+    /// Maps what was offered: data, control, flags, and the end of a pipe. Everything is checked: seals, sizes, the
     /// header.
-    pub(crate) fn new(offer: Offer, descriptors: Vec<OwnedFd>) -> std::result::Result<Self, Fault> {
-        let refused = |reason: String| Fault::Offered { reason };
+    pub(crate) fn new(offer: Offer, descriptors: Vec<OwnedFd>) -> std::result::Result<Self, ArenaError> {
+        let refused = |reason: String| ArenaError::Offered { reason };
         let count = descriptors.len();
-        let Ok([data, control, marks, alive]) = <[OwnedFd; 4]>::try_from(descriptors) else {
+        let Ok([data, control, flags, alive]) = <[OwnedFd; 4]>::try_from(descriptors) else {
             return Err(refused(format!("it has {count} descriptors, 4 wanted")));
         };
         let Offer { instance, data_nbytes, control_nbytes, num_leases, slot } = offer;
@@ -89,11 +89,11 @@ impl Map {
             );
             return Err(refused(reason));
         }
-        let marks_nbytes = layout::marks_nbytes(num_leases) as u64;
-        let of = |name: &'static str| move |reason: String| Fault::Offered { reason: format!("{name}: {reason}") };
+        let flags_nbytes = layout::flags_nbytes(num_leases) as u64;
+        let of = |name: &'static str| move |reason: String| ArenaError::Offered { reason: format!("{name}: {reason}") };
         let is_data_read_only = memfd::verify(&data, data_nbytes).map_err(of("data"))?;
         let is_control_read_only = memfd::verify(&control, control_nbytes).map_err(of("control"))?;
-        memfd::verify(&marks, marks_nbytes).map_err(of("marks"))?;
+        memfd::verify(&flags, flags_nbytes).map_err(of("flags"))?;
         let map = |file: &OwnedFd, nbytes: u64, access: Access, name: &'static str| {
             // No loss: it was checked against MOST_DATA_BYTES, or counted from MOST_LEASES.
             Mapping::new(file, nbytes as usize, access)
@@ -110,7 +110,7 @@ impl Map {
             is_read_only: is_data_read_only && is_control_read_only,
             data: map(&data, data_nbytes, Access::Read, "data")?,
             control,
-            marks: map(&marks, marks_nbytes, Access::ReadWrite, "marks")?,
+            flags: map(&flags, flags_nbytes, Access::ReadWrite, "flags")?,
             is_owner_gone: AtomicBool::new(false),
             held: Mutex::new(HashMap::new()),
             process: Process::current(),
@@ -138,9 +138,9 @@ impl Map {
         (self.data.address(), self.data.nbytes())
     }
 
-    /// Address and bytes of the marks, which are mapped as long as this lives.
-    pub fn marks_span(&self) -> (usize, usize) {
-        (self.marks.address(), self.marks.nbytes())
+    /// Address and bytes of the flags, which are mapped as long as this lives.
+    pub fn flags_span(&self) -> (usize, usize) {
+        (self.flags.address(), self.flags.nbytes())
     }
 
     /// Whether the connection to the sender has ended.
@@ -164,29 +164,29 @@ impl Map {
     pub fn claim(&self, handle: &LeaseHandle) -> Result<Claim> {
         self.check_process()?;
         let name = || handle.name();
-        let forged = |reason: String| Fault::Forged { name: name(), reason };
+        let forged = |reason: String| ArenaError::Forged { name: name(), reason };
         if handle.instance != self.instance {
-            return Err(Fault::UnknownArena { name: name() }.into());
+            return Err(ArenaError::UnknownArena { name: name() }.into());
         }
         if handle.index >= self.num_leases {
             return Err(forged(format!("the arena has {} leases", self.num_leases)).into());
         }
         let generation = handle.generation;
         let record = layout::record(&self.control, handle.index);
-        let marks = layout::marks(&self.marks, self.num_leases, handle.index);
+        let flags = layout::flags(&self.flags, self.num_leases, handle.index);
         let mut held = self.lock();
         match held.get(&handle.index) {
             Some((found, Holding::Held)) if *found == generation => {
-                return Err(Fault::Repeated { name: name(), state: "still held" }.into());
+                return Err(ArenaError::Repeated { name: name(), state: "still held" }.into());
             }
             Some((found, _)) if *found == generation => {
-                return Err(Fault::Repeated { name: name(), state: "released" }.into());
+                return Err(ArenaError::Repeated { name: name(), state: "released" }.into());
             }
             _ => {}
         }
         let Some(entry) = record.read(generation) else {
             return Err(
-                Fault::Stale { name: name(), reason: "its block is another lease's, or free".to_owned() }.into()
+                ArenaError::Stale { name: name(), reason: "its block is another lease's, or free".to_owned() }.into()
             );
         };
         if (entry.offset, entry.nbytes) != (handle.offset, handle.nbytes) {
@@ -203,8 +203,8 @@ impl Map {
         if entry.consumers & (1 << self.slot) == 0 {
             return Err(forged(format!("it is not for consumer {}, which we are", self.slot)).into());
         }
-        if !marks.claim(&record, generation, 1 << self.slot) {
-            return Err(Fault::Stale { name: name(), reason: "its sender has taken it back".to_owned() }.into());
+        if !flags.claim(&record, generation, 1 << self.slot) {
+            return Err(ArenaError::Stale { name: name(), reason: "its sender has taken it back".to_owned() }.into());
         }
         held.insert(handle.index, (generation, Holding::Held));
         Ok(Claim { handle: *handle })
@@ -243,11 +243,11 @@ impl Map {
             }
             if is_owner_gone {
                 let nbytes = claim.handle.nbytes;
-                return Err(Fault::OwnerGone { name, written_nbytes, wanted_nbytes, nbytes }.into());
+                return Err(ArenaError::OwnerGone { name, written_nbytes, wanted_nbytes, nbytes }.into());
             }
             let waited = begun.elapsed();
             if waited >= limit {
-                return Err(Fault::Timeout { name, written_nbytes, wanted_nbytes, waited: limit }.into());
+                return Err(ArenaError::Timeout { name, written_nbytes, wanted_nbytes, waited: limit }.into());
             }
             if waited < SPIN {
                 (0..SPINS_A_LOOK).for_each(|_| std::hint::spin_loop());
@@ -263,19 +263,19 @@ impl Map {
         self.check_process()?;
         let is_held = self.pass(claim, Holding::Released);
         if is_held {
-            layout::marks(&self.marks, self.num_leases, claim.handle.index).release(claim.handle.generation);
+            layout::flags(&self.flags, self.num_leases, claim.handle.index).release(claim.handle.generation);
         }
         Ok(is_held)
     }
 
     /// Where to write what, so that the sender sees that our reads are over: for a GPU's stream, after its copy.
-    pub fn mark(&self, claim: &Claim) -> Mark {
+    pub fn release_flag(&self, claim: &Claim) -> Flag {
         let offset = layout::release_at(self.num_leases, claim.handle.index);
-        Mark { address: self.marks.address() + offset, offset, value: record::mark_of(claim.handle.generation) }
+        Flag { address: self.flags.address() + offset, offset, value: record::flag_of(claim.handle.generation) }
     }
 
-    /// Somebody else writes the mark, and [`Map::release`] does nothing any more. False when the lease is not held.
-    pub fn hand_on(&self, claim: &Claim) -> Result<bool> {
+    /// Somebody else writes the flag, and [`Map::release`] does nothing any more. False when the lease is not held.
+    pub fn defer_release(&self, claim: &Claim) -> Result<bool> {
         self.check_process()?;
         Ok(self.pass(claim, Holding::HandedOn))
     }
@@ -299,7 +299,7 @@ impl Map {
 
     fn aborted(&self, claim: &Claim, found: Written) -> Error {
         let (name, nbytes) = (claim.handle.name(), claim.handle.nbytes);
-        Fault::Aborted { name, written_nbytes: found.nbytes, nbytes }.into()
+        ArenaError::Aborted { name, written_nbytes: found.nbytes, nbytes }.into()
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u32, (u64, Holding)>> {

@@ -8,7 +8,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::mapping::{Access, Mapping};
 use super::{HugePages, Report};
 
@@ -21,8 +21,8 @@ const HUGE_BYTES: usize = 2 << 20;
 /// What every arena's file has: it can neither shrink under a reader nor grow.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-fn io(operation: &'static str, nbytes: u64) -> impl FnOnce(Errno) -> Fault {
-    move |errno| Fault::Io { operation, errno: errno.raw_os_error(), nbytes }
+fn io(operation: &'static str, nbytes: u64) -> impl FnOnce(Errno) -> ArenaError {
+    move |errno| ArenaError::Io { operation, errno: errno.raw_os_error(), nbytes }
 }
 
 /// An empty file that can be sealed. `is_noexec` tells whether the kernel also forbids to run it.
@@ -40,7 +40,7 @@ pub(super) fn data(
     nbytes: usize,
     huge_pages: HugePages,
     num_threads: usize,
-) -> Result<(OwnedFd, Mapping, Report), Fault> {
+) -> Result<(OwnedFd, Mapping, Report), ArenaError> {
     let size = nbytes as u64;
     let setting = shmem_setting();
     let is_reserved = huge_pages == HugePages::Reserved;
@@ -73,21 +73,21 @@ pub(super) fn data(
 }
 
 /// The file of an arena's control, mapped and sealed. `write` fills it before consumers could see it.
-pub(super) fn control(nbytes: usize, write: impl FnOnce(&Mapping)) -> Result<(OwnedFd, Mapping), Fault> {
+pub(super) fn control(nbytes: usize, write: impl FnOnce(&Mapping)) -> Result<(OwnedFd, Mapping), ArenaError> {
     let (file, mapping) = small("mmcopy-arena-control", nbytes)?;
     write(&mapping);
     seal(&file).map_err(io("sealing", nbytes as u64))?;
     Ok((file, mapping))
 }
 
-/// The file of one consumer's marks, which it maps writable.
-pub(super) fn marks(nbytes: usize) -> Result<(OwnedFd, Mapping), Fault> {
-    let (file, mapping) = small("mmcopy-arena-marks", nbytes)?;
+/// The file of one consumer's flags, which it maps writable.
+pub(super) fn flags(nbytes: usize) -> Result<(OwnedFd, Mapping), ArenaError> {
+    let (file, mapping) = small("mmcopy-arena-flags", nbytes)?;
     rustix::fs::fcntl_add_seals(&file, SIZE_SEALS | SealFlags::SEAL).map_err(io("sealing", nbytes as u64))?;
     Ok((file, mapping))
 }
 
-fn small(name: &str, nbytes: usize) -> Result<(OwnedFd, Mapping), Fault> {
+fn small(name: &str, nbytes: usize) -> Result<(OwnedFd, Mapping), ArenaError> {
     let size = nbytes as u64;
     let (file, _) = create(name, MemfdFlags::empty()).map_err(io("memfd_create", size))?;
     rustix::fs::ftruncate(&file, size).map_err(io("ftruncate", size))?;
@@ -258,7 +258,7 @@ mod tests {
         let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
         if free.is_ok_and(|free| free.trim() == "0") {
             let refused = data(2 << 20, HugePages::Reserved, 1).unwrap_err();
-            assert!(matches!(refused, Fault::Io { nbytes: 0x20_0000, .. }), "{refused:?}");
+            assert!(matches!(refused, ArenaError::Io { nbytes: 0x20_0000, .. }), "{refused:?}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Giving blocks back: the thread that looks at the marks, and what it shares with those who find the arena full.
+//! Giving blocks back: the thread that looks at the flags, and what it shares with those who find the arena full.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ impl Inner {
         layout::record(&self.control, index).cancel();
         for slot in slots_of(lease.remaining) {
             let has_claimed = consumers[slot].as_ref().is_some_and(|consumer| {
-                layout::marks(&consumer.marks, self.num_leases, index).is_claimed(lease.entry.generation)
+                layout::flags(&consumer.flags, self.num_leases, index).is_claimed(lease.entry.generation)
             });
             if !has_claimed {
                 lease.remaining &= !(1 << slot);
@@ -31,7 +31,7 @@ impl Inner {
         }
     }
 
-    /// Reads the marks of all leases that are out and frees what nobody reads any more; how many leases.
+    /// Reads the flags of all leases that are out and frees what nobody reads any more; how many leases.
     pub(super) fn sweep(&self, state: &mut State, asks_alive: bool) -> usize {
         let now = Instant::now();
         let State { table, consumers, counters, asked_alive, .. } = state;
@@ -53,12 +53,12 @@ impl Inner {
                     lease.remaining &= !(1 << slot);
                     continue;
                 };
-                let marks = layout::marks(&consumer.marks, self.num_leases, index);
-                if marks.is_released(lease.entry.generation) {
+                let flags = layout::flags(&consumer.flags, self.num_leases, index);
+                if flags.is_released(lease.entry.generation) {
                     lease.remaining &= !(1 << slot);
                     counters.released += 1;
                 } else {
-                    has_unclaimed |= !marks.is_claimed(lease.entry.generation);
+                    has_unclaimed |= !flags.is_claimed(lease.entry.generation);
                 }
             }
             let is_old = now.duration_since(lease.since) >= self.unclaimed_limit;
@@ -77,7 +77,7 @@ impl Inner {
         freed.len()
     }
 
-    /// The thread: looks at the marks while leases are out, and sleeps while none is.
+    /// The thread: looks at the flags while leases are out, and sleeps while none is.
     pub(super) fn give_back(&self) {
         let mut pause = SHORT_PAUSE;
         let mut state = self.lock();

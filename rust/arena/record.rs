@@ -1,4 +1,4 @@
-//! A lease in shared memory: the record that its sender writes, and the two marks that each consumer writes.
+//! A lease in shared memory: the record that its sender writes, and the two flags that each consumer writes.
 //!
 //! Every step that both sides take part in is here, over words that loom can replace. [`crate::arena`] has the table of
 //! who orders what.
@@ -12,14 +12,14 @@ const OPEN: u32 = 1;
 /// `state` of a record that the sender takes back.
 const CANCELLED: u32 = 2;
 
-/// What a consumer's mark for this generation is: never 0, which fresh memory has.
-pub(super) const fn mark_of(generation: u64) -> u32 {
+/// What a consumer's flag for this generation is: never 0, which fresh memory has.
+pub(super) const fn flag_of(generation: u64) -> u32 {
     generation as u32
 }
 
-/// Whether a generation can be used: its mark must not be that of fresh memory.
+/// Whether a generation can be used: its flag must not be that of fresh memory.
 pub(super) const fn is_usable(generation: u64) -> bool {
-    mark_of(generation) != 0
+    flag_of(generation) != 0
 }
 
 /// A record as the sender writes it.
@@ -52,7 +52,7 @@ pub(super) struct Record<'a, L: Word<u64>, S: Word<u32>> {
 
 /// One consumer's words for one record. Only this consumer writes them.
 #[derive(Debug)]
-pub(super) struct Marks<'a, S: Word<u32>> {
+pub(super) struct Flags<'a, S: Word<u32>> {
     pub(super) claim: &'a S,
     pub(super) release: &'a S,
 }
@@ -81,7 +81,7 @@ impl<L: Word<u64>, S: Word<u32>> Record<'_, L, S> {
         self.consumers.store(consumers, Ordering::Relaxed);
     }
 
-    /// Sender: nobody may claim it any more. Afterwards [`Marks::is_claimed`] is true for each consumer that has, or it
+    /// Sender: nobody may claim it any more. Afterwards [`Flags::is_claimed`] is true for each consumer that has, or it
     /// will see this and let go.
     pub(super) fn cancel(&self) {
         self.state.store(CANCELLED, Ordering::Relaxed);
@@ -131,11 +131,11 @@ impl<L: Word<u64>, S: Word<u32>> Record<'_, L, S> {
     }
 }
 
-impl<S: Word<u32>> Marks<'_, S> {
+impl<S: Word<u32>> Flags<'_, S> {
     /// Consumer: says that it reads from now on; false when the sender has taken the lease back. One thread at a time.
     /// `consumer` is this consumer's bit.
     pub(super) fn claim<L: Word<u64>>(&self, record: &Record<'_, L, S>, generation: u64, consumer: u32) -> bool {
-        self.claim.store(mark_of(generation), Ordering::Relaxed);
+        self.claim.store(flag_of(generation), Ordering::Relaxed);
         // With the one in `cancel`: the sender sees this claim, or we see that it cancelled, or both.
         fence(Ordering::SeqCst);
         let is_open = record.is_open(generation, consumer);
@@ -147,16 +147,16 @@ impl<S: Word<u32>> Marks<'_, S> {
 
     /// Consumer: all its reads are over.
     pub(super) fn release(&self, generation: u64) {
-        self.release.store(mark_of(generation), Ordering::Release);
+        self.release.store(flag_of(generation), Ordering::Release);
     }
 
     /// Sender, after [`Record::cancel`] or for the age of a lease: whether the consumer reads, or has read.
     pub(super) fn is_claimed(&self, generation: u64) -> bool {
-        self.claim.load(Ordering::Acquire) == mark_of(generation)
+        self.claim.load(Ordering::Acquire) == flag_of(generation)
     }
 
     /// Sender: whether the consumer's reads are over, and come before whatever we do next.
     pub(super) fn is_released(&self, generation: u64) -> bool {
-        self.release.load(Ordering::Acquire) == mark_of(generation)
+        self.release.load(Ordering::Acquire) == flag_of(generation)
     }
 }

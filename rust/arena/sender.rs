@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::blocks::MOST_DATA_BYTES;
 use super::consumer::Consumer;
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::handle::LeaseHandle;
 use super::layout::{self, Header, MOST_LEASES};
 use super::mapping::Mapping;
@@ -77,8 +77,11 @@ impl Arena {
         if options.huge_pages != HugePages::Reserved {
             budget::check(wanted_nbytes, budget::MemoryBudget::read(Path::new("/proc")).available.as_ref())?;
         }
-        let failed =
-            |errno: rustix::io::Errno| Fault::Io { operation: "getrandom", errno: errno.raw_os_error(), nbytes: 8 };
+        let failed = |errno: rustix::io::Errno| ArenaError::Io {
+            operation: "getrandom",
+            errno: errno.raw_os_error(),
+            nbytes: 8,
+        };
         let instance = owner::random_bits().map_err(failed)?;
         let (data_file, data, report) = memfd::data(data_nbytes, options.huge_pages, options.num_threads.get())?;
         let header = Header { num_leases, instance, data_nbytes: data_nbytes as u64 };
@@ -141,7 +144,7 @@ impl Arena {
             let mut state = inner.open()?;
             inner.sweep(&mut state, true);
             let is_free = |slot: &usize| state.consumers[*slot].is_none() && state.offered & (1 << slot) == 0;
-            let slot = (0..MAX_CONSUMERS).find(is_free).ok_or(Fault::Consumers { most: MAX_CONSUMERS })?;
+            let slot = (0..MAX_CONSUMERS).find(is_free).ok_or(ArenaError::Consumers { most: MAX_CONSUMERS })?;
             let files = state.files.clone().ok_or_else(|| inner.closed())?;
             state.offered |= 1 << slot;
             (slot, files)
@@ -153,12 +156,12 @@ impl Arena {
             num_leases: inner.num_leases,
             slot: slot as u32,
         };
-        let descriptors = [files.data.as_fd(), files.control.as_fd(), passed.marks.as_fd(), passed.alive.as_fd()];
+        let descriptors = [files.data.as_fd(), files.control.as_fd(), passed.flags.as_fd(), passed.alive.as_fd()];
         let outcome = link.offer(offer, &descriptors, limit);
         let mut state = inner.lock();
         state.offered &= !(1 << slot);
         if let Err(error) = outcome {
-            if !matches!(error, Error::Endpoint(crate::endpoint::Fault::Refused { .. })) {
+            if !matches!(error, Error::Endpoint(crate::endpoint::EndpointError::Refused { .. })) {
                 link.close();
             }
             return Err(error);
@@ -202,10 +205,10 @@ impl Arena {
                     let wanted_nbytes = group_nbytes.unwrap_or(usize::MAX) as u64;
                     let data_nbytes = inner.data.nbytes() as u64;
                     let fault =
-                        Fault::Share { slot, wanted_nbytes, waited: wait, held_nbytes, free_nbytes, data_nbytes };
+                        ArenaError::Share { slot, wanted_nbytes, waited: wait, held_nbytes, free_nbytes, data_nbytes };
                     return Err(fault.into());
                 }
-                return Err(Fault::Full {
+                return Err(ArenaError::Full {
                     wanted_nbytes: group_nbytes.map_or(u64::MAX, |nbytes| nbytes as u64),
                     num_leases: sizes.len(),
                     waited: if fits { wait } else { Duration::ZERO },
@@ -243,7 +246,7 @@ impl Arena {
         let inner = &self.inner;
         let mut state = inner.open()?;
         if handle.instance != inner.instance {
-            return Err(Fault::UnknownArena { name: handle.name() }.into());
+            return Err(ArenaError::UnknownArena { name: handle.name() }.into());
         }
         let State { table, consumers, counters, .. } = &mut *state;
         let Some(lease) = table.get_mut(handle.index, handle.generation) else {
@@ -259,7 +262,7 @@ impl Arena {
         Ok(true)
     }
 
-    /// What has happened so far, and what is out now. Looks at the marks, and whether the consumers live.
+    /// What has happened so far, and what is out now. Looks at the flags, and whether the consumers live.
     pub fn statistics(&self) -> Result<Statistics> {
         if !self.inner.process.is_current() {
             return Err(self.inner.closed());
@@ -300,7 +303,7 @@ impl Arena {
         while !state.has_ended {
             let left = deadline.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return Err(Fault::Closing { waited: limit }.into());
+                return Err(ArenaError::Closing { waited: limit }.into());
             }
             state = inner.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -338,13 +341,13 @@ impl State {
         for slot in consumers {
             let is_there = self.consumers.get(*slot as usize).is_some_and(Option::is_some);
             if !is_there {
-                return Err(Fault::NoConsumer { slot: *slot }.into());
+                return Err(ArenaError::NoConsumer { slot: *slot }.into());
             }
             mask |= 1 << slot;
         }
         if mask == 0 {
             let wanted = "the number of at least one".to_owned();
-            return Err(Fault::Option { setting: "consumers", found: "empty".to_owned(), wanted }.into());
+            return Err(ArenaError::Option { setting: "consumers", found: "empty".to_owned(), wanted }.into());
         }
         Ok(mask)
     }
@@ -374,8 +377,8 @@ impl Inner {
         let consumers = &state.consumers;
         let is_fresh = |index, generation| {
             slots_of(mask).filter_map(|slot| consumers[slot].as_ref()).all(|consumer| {
-                let marks = layout::marks(&consumer.marks, self.num_leases, index);
-                !marks.is_claimed(generation) && !marks.is_released(generation)
+                let flags = layout::flags(&consumer.flags, self.num_leases, index);
+                !flags.is_claimed(generation) && !flags.is_released(generation)
             })
         };
         let taken = state.table.take(sizes, mask, is_fresh)?;
@@ -421,8 +424,8 @@ impl Inner {
 }
 
 /// Bytes and leases that these options ask for.
-fn checked(options: &Options) -> std::result::Result<(usize, u32), Fault> {
-    let bad = |setting, found: String, wanted: String| Fault::Option { setting, found, wanted };
+fn checked(options: &Options) -> std::result::Result<(usize, u32), ArenaError> {
+    let bad = |setting, found: String, wanted: String| ArenaError::Option { setting, found, wanted };
     let size = || bad("data_nbytes", options.data_nbytes.to_string(), format!("1 to {MOST_DATA_BYTES}"));
     let data_nbytes =
         memfd::rounded(options.data_nbytes, options.huge_pages).filter(|nbytes| *nbytes > 0).ok_or_else(size)?;

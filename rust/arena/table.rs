@@ -81,7 +81,7 @@ impl Table {
     }
 
     /// Takes leases of these sizes, side by side in their order, for these consumers; all or none. `is_fresh` says
-    /// whether no consumer's marks for this record already name this generation.
+    /// whether no consumer's flags for this record already name this generation.
     pub(super) fn take(
         &mut self,
         sizes: &[usize],
@@ -315,7 +315,7 @@ mod tests {
             table.leases[index as usize].unwrap().entry.generation
         };
         assert_eq!(generation_of(&fresh), (1 << 32) - 1);
-        assert_eq!(generation_of(&fresh), (1 << 32) + 1, "one whose mark is that of fresh memory");
+        assert_eq!(generation_of(&fresh), (1 << 32) + 1, "one whose flag is that of fresh memory");
         assert_eq!(generation_of(&|_, generation| generation > (1 << 32) + 5), (1 << 32) + 6);
     }
 

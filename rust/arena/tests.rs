@@ -91,7 +91,7 @@ fn is_empty(arena: &Arena) -> bool {
     (found.used_nbytes, found.leases_out, found.largest_free_nbytes) == (0, 0, found.data_nbytes)
 }
 
-fn fault(result: Result<impl std::fmt::Debug>) -> Fault {
+fn fault(result: Result<impl std::fmt::Debug>) -> ArenaError {
     match result {
         Err(Error::Arena(fault)) => fault,
         other => panic!("{other:?}"),
@@ -150,7 +150,10 @@ fn a_consumer_follows_the_watermark() {
         let lease = arena.take(&[bytes.len()], &[slot], LIMIT).unwrap().remove(0);
         let claim = map.claim(lease.handle()).unwrap();
         assert_eq!(map.written(&claim), Ok(0));
-        assert!(matches!(fault(map.wait_written(&claim, 1, Duration::ZERO)), Fault::Timeout { written_nbytes: 0, .. }));
+        assert!(matches!(
+            fault(map.wait_written(&claim, 1, Duration::ZERO)),
+            ArenaError::Timeout { written_nbytes: 0, .. }
+        ));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 lease.write(Source::from_slice(&bytes), None, threads(num_threads)).unwrap();
@@ -228,7 +231,7 @@ fn a_group_of_which_one_cannot_be_written_is_given_up() {
     let wanted = Error::Lengths { src_nbytes: 999, dst_nbytes: 1000, wanted_nbytes: 999 };
     assert_eq!(write_all(&parts, threads(2)), Err(wanted));
     assert!(leases.iter().all(Writing::is_over));
-    assert!(matches!(fault(map.claim(leases[0].handle())), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(leases[0].handle())), ArenaError::Stale { .. }));
     assert!(settles(|| is_empty(&arena)));
     assert_eq!(arena.statistics().unwrap().aborted, 20);
 }
@@ -240,19 +243,19 @@ fn a_full_arena_waits_within_the_limit_and_wakes() {
     let first = send(&arena, &pattern(3 * MIB, 1), &[slot]).unwrap();
     let claim = map.claim(&first).unwrap();
     let refused = fault(arena.take(&[2 * MIB], &[slot], Duration::from_millis(20)));
-    let Fault::Full { wanted_nbytes, free_nbytes, data_nbytes, largest_nbytes, .. } = &refused else {
+    let ArenaError::Full { wanted_nbytes, free_nbytes, data_nbytes, largest_nbytes, .. } = &refused else {
         panic!("{refused}")
     };
     let numbers = (2 * MIB as u64, MIB as u64, 4 * MIB as u64, MIB as u64);
     assert_eq!((*wanted_nbytes, *free_nbytes, *data_nbytes, *largest_nbytes), numbers);
     // What can never fit is refused without a wait.
     let refused = fault(arena.take(&[5 * MIB], &[slot], LIMIT));
-    assert!(matches!(refused, Fault::Full { waited: Duration::ZERO, .. }), "{refused}");
+    assert!(matches!(refused, ArenaError::Full { waited: Duration::ZERO, .. }), "{refused}");
     // An arena of no class's size has no block as large as itself.
     let odd = Arena::create(&Options { huge_pages: HugePages::Off, ..options(17 * MIB) }).unwrap();
     let (only, _map, _link) = worker.connect(&odd);
     let refused = fault(odd.take(&[16 * MIB + 1], &[only], LIMIT));
-    assert!(matches!(refused, Fault::Full { waited: Duration::ZERO, .. }), "{refused}");
+    assert!(matches!(refused, ArenaError::Full { waited: Duration::ZERO, .. }), "{refused}");
     assert!(odd.take(&[16 * MIB], &[only], LIMIT).is_ok());
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| arena.take(&[2 * MIB], &[slot], LIMIT).map(|taken| taken.len()));
@@ -271,8 +274,8 @@ fn leases_can_run_out_before_bytes() {
     let (slot, _map, _link) = worker.connect(&arena);
     let taken = arena.take(&[1, 1], &[slot], LIMIT).unwrap();
     let refused = fault(arena.take(&[1, 1], &[slot], Duration::from_millis(1)));
-    assert!(matches!(refused, Fault::Full { free_leases: 1, num_leases: 2, .. }), "{refused}");
-    assert!(matches!(fault(arena.take(&[1; 4], &[slot], LIMIT)), Fault::Full { .. }));
+    assert!(matches!(refused, ArenaError::Full { free_leases: 1, num_leases: 2, .. }), "{refused}");
+    assert!(matches!(fault(arena.take(&[1; 4], &[slot], LIMIT)), ArenaError::Full { .. }));
     drop(taken);
     assert!(arena.take(&[1; 3], &[slot], LIMIT).is_ok());
 }
@@ -321,16 +324,19 @@ fn a_stream_may_write_the_mark() {
     let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
     let (slot, map, _link) = worker.connect(&arena);
     let claim = map.claim(&send(&arena, &[5; 500], &[slot]).unwrap()).unwrap();
-    let mark = map.mark(&claim);
-    let (start, nbytes) = map.marks_span();
-    assert!(mark.address == start + mark.offset && mark.offset + 4 <= nbytes && mark.address.is_multiple_of(4));
-    assert_eq!((map.hand_on(&claim), map.hand_on(&claim), map.release(&claim)), (Ok(true), Ok(false), Ok(false)));
-    assert!(matches!(fault(map.claim(claim.handle())), Fault::Repeated { .. }));
+    let flag = map.release_flag(&claim);
+    let (start, nbytes) = map.flags_span();
+    assert!(flag.address == start + flag.offset && flag.offset + 4 <= nbytes && flag.address.is_multiple_of(4));
+    assert_eq!(
+        (map.defer_release(&claim), map.defer_release(&claim), map.release(&claim)),
+        (Ok(true), Ok(false), Ok(false))
+    );
+    assert!(matches!(fault(map.claim(claim.handle())), ArenaError::Repeated { .. }));
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(arena.statistics().unwrap().leases_out, 1);
-    // SAFETY: the address is inside the map's marks, which are mapped, and aligned.
-    let word = unsafe { AtomicU32::from_ptr(std::ptr::with_exposed_provenance_mut(mark.address)) };
-    word.store(mark.value, Ordering::Release);
+    // SAFETY: the address is inside the map's flags, which are mapped, and aligned.
+    let word = unsafe { AtomicU32::from_ptr(std::ptr::with_exposed_provenance_mut(flag.address)) };
+    word.store(flag.value, Ordering::Release);
     assert!(settles(|| is_empty(&arena)));
 }
 

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::fault::Fault;
+use super::error::ArenaError;
 use super::handle::LeaseHandle;
 use super::layout;
 use super::progress::Progress;
@@ -81,7 +81,7 @@ impl Writing {
         let store = Store::best_for(plan.num_threads.get());
         let step = plan.step.get();
         let record = layout::record(&self.inner.control, self.handle.index);
-        let busy = || Fault::Busy { name: self.handle.name() };
+        let busy = || ArenaError::Busy { name: self.handle.name() };
         let steps = self.progress.begin(plan.total.div_ceil(step)).ok_or_else(busy)?;
         let done: std::result::Result<(), Infallible> = plan.run(
             || (),
@@ -106,12 +106,12 @@ impl Writing {
         Ok(View { writing: Arc::clone(self) })
     }
 
-    /// All bytes are in place. Never blocks. [`Fault::Busy`] while a `write` runs, [`Error::Closed`] when it is over.
+    /// All bytes are in place. Never blocks. [`ArenaError::Busy`] while a `write` runs, [`Error::Closed`] when it is over.
     pub fn commit(&self) -> Result<()> {
         self.check_process()?;
         let mut stage = self.stage();
         match stage.end {
-            _ if stage.num_writers > 0 => Err(Fault::Busy { name: self.handle.name() }.into()),
+            _ if stage.num_writers > 0 => Err(ArenaError::Busy { name: self.handle.name() }.into()),
             Some(_) => Err(self.over()),
             None => {
                 layout::record(&self.inner.control, self.handle.index).advance(self.handle.nbytes);

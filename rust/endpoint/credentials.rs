@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::Fault;
+use super::EndpointError;
 
 /// The user that connected, or that listened when we connected.
 pub(super) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
@@ -26,7 +26,7 @@ pub(super) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
 }
 
 /// Our own user and those listed, nobody else.
-pub(super) fn check(peer: &'static str, uid: u32, allowed_uids: &[u32]) -> Result<(), Fault> {
+pub(super) fn check(peer: &'static str, uid: u32, allowed_uids: &[u32]) -> Result<(), EndpointError> {
     let ours = rustix::process::geteuid().as_raw();
     if uid == ours || allowed_uids.contains(&uid) {
         return Ok(());
@@ -35,7 +35,7 @@ pub(super) fn check(peer: &'static str, uid: u32, allowed_uids: &[u32]) -> Resul
     for uid in allowed_uids {
         allowed.push_str(&format!(", {uid}"));
     }
-    Err(Fault::User { peer, uid, allowed })
+    Err(EndpointError::User { peer, uid, allowed })
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::Fault;
+use super::EndpointError;
 use super::socket;
 use crate::entry::{self, Identity};
 
@@ -22,7 +22,7 @@ const MOST_PATH_BYTES: usize = 107;
 
 /// Creates the directory when it is missing (mode 0700, or 0711 when other users are allowed), and checks that it is
 /// ours and that nobody else can write to it.
-pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), Fault> {
+pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), EndpointError> {
     let failed = |operation| move |errno| io(directory, errno, operation);
     let mode = if is_for_others { 0o711 } else { 0o700 };
     let is_created = match rustix::fs::mkdir(directory, Mode::from_raw_mode(mode)) {
@@ -30,7 +30,7 @@ pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), Fault
         Err(Errno::EXIST) => false,
         Err(errno) => return Err(failed("creating the endpoint directory")(errno)),
     };
-    let refused = |reason| Fault::Directory { path: directory.to_path_buf(), reason };
+    let refused = |reason| EndpointError::Directory { path: directory.to_path_buf(), reason };
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let opened = rustix::fs::open(directory, flags, Mode::empty()).map_err(|errno| match errno {
         Errno::LOOP | Errno::NOTDIR => refused("it is a symbolic link or no directory".to_owned()),
@@ -55,23 +55,23 @@ pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), Fault
 }
 
 /// Where the worker of this instance listens.
-pub(super) fn socket_path(directory: &Path, instance: u64) -> Result<PathBuf, Fault> {
+pub(super) fn socket_path(directory: &Path, instance: u64) -> Result<PathBuf, EndpointError> {
     let path = directory.join(format!("{PREFIX}{instance:016x}{SUFFIX}"));
     check_length(&path)?;
     Ok(path)
 }
 
 /// A path that does not fit a socket address is refused with the numbers.
-pub(super) fn check_length(path: &Path) -> Result<(), Fault> {
+pub(super) fn check_length(path: &Path) -> Result<(), EndpointError> {
     let nbytes = path.as_os_str().len();
     if nbytes > MOST_PATH_BYTES {
-        return Err(Fault::PathLength { path: path.to_path_buf(), nbytes, most_bytes: MOST_PATH_BYTES });
+        return Err(EndpointError::PathLength { path: path.to_path_buf(), nbytes, most_bytes: MOST_PATH_BYTES });
     }
     Ok(())
 }
 
 /// A socket that listens at this path, and which file that is.
-pub(super) fn listen(path: &Path, is_for_others: bool) -> Result<(OwnedFd, Identity), Fault> {
+pub(super) fn listen(path: &Path, is_for_others: bool) -> Result<(OwnedFd, Identity), EndpointError> {
     let new = path.with_extension(&NEW_SUFFIX[1..]);
     let listening = listen_at(&new, is_for_others).and_then(|(socket, identity)| {
         rustix::fs::rename(&new, path).map_err(|errno| io(path, errno, "rename"))?;
@@ -84,7 +84,7 @@ pub(super) fn listen(path: &Path, is_for_others: bool) -> Result<(OwnedFd, Ident
     listening
 }
 
-fn listen_at(path: &Path, is_for_others: bool) -> Result<(OwnedFd, Identity), Fault> {
+fn listen_at(path: &Path, is_for_others: bool) -> Result<(OwnedFd, Identity), EndpointError> {
     let failed = |operation| move |errno| io(path, errno, operation);
     let socket = socket::unconnected().map_err(failed("socket"))?;
     let address = socket::address(path).map_err(failed("making a socket address"))?;
@@ -137,6 +137,6 @@ pub(super) fn remove_own(path: &Path, identity: Identity) {
     let _ = entry::remove(path, identity);
 }
 
-pub(super) fn io(path: &Path, errno: Errno, operation: &'static str) -> Fault {
-    Fault::Io { path: path.to_path_buf(), errno: errno.raw_os_error(), operation }
+pub(super) fn io(path: &Path, errno: Errno, operation: &'static str) -> EndpointError {
+    EndpointError::Io { path: path.to_path_buf(), errno: errno.raw_os_error(), operation }
 }

@@ -11,14 +11,14 @@
 //! 2 Probe       u64 offset, u32 nbytes, text name
 //! 3 ProbeReply  i32 errno, u16 n, n bytes (errno 0: the bytes read; else the reason)
 //! 4 Offer       u64 instance, u64 data_nbytes, u64 control_nbytes, u32 num_leases, u32 slot; four descriptors:
-//!               data, control, marks, the end of a pipe
+//!               data, control, flags, the end of a pipe
 //! 5 Accepted    u64 instance
 //! 6 Refused     i32 errno, text reason
 //!
 //! text: u16 nbytes, UTF-8
 //! ```
 
-use super::Fault;
+use super::EndpointError;
 
 /// No frame is longer.
 pub(super) const MAX_FRAME_BYTES: usize = 2048;
@@ -112,7 +112,7 @@ impl Message {
     }
 
     /// The message and its sequence number.
-    pub(super) fn decode(frame: &[u8]) -> Result<(Self, u64), Fault> {
+    pub(super) fn decode(frame: &[u8]) -> Result<(Self, u64), EndpointError> {
         let mut rest = Rest { frame, at: 0 };
         let magic: [u8; 4] = rest.array("magic")?;
         if magic != MAGIC {
@@ -186,7 +186,7 @@ struct Rest<'a> {
 }
 
 impl<'a> Rest<'a> {
-    fn take(&mut self, count: usize, what: &str) -> Result<&'a [u8], Fault> {
+    fn take(&mut self, count: usize, what: &str) -> Result<&'a [u8], EndpointError> {
         let taken = self.frame.get(self.at..self.at + count);
         let taken = taken.ok_or_else(|| {
             self.refused(format!("a frame of {} bytes ends within {what}, at byte {}", self.frame.len(), self.at))
@@ -195,17 +195,17 @@ impl<'a> Rest<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Fault> {
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], EndpointError> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N, what)?);
         Ok(array)
     }
 
-    fn number(&mut self, what: &str) -> Result<u64, Fault> {
+    fn number(&mut self, what: &str) -> Result<u64, EndpointError> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    fn bytes(&mut self, what: &str, most: usize) -> Result<&'a [u8], Fault> {
+    fn bytes(&mut self, what: &str, most: usize) -> Result<&'a [u8], EndpointError> {
         let count = usize::from(u16::from_le_bytes(self.array(what)?));
         if count > most {
             return Err(self.refused(format!("{what} of {count} bytes, at most {most} allowed")));
@@ -213,14 +213,14 @@ impl<'a> Rest<'a> {
         self.take(count, what)
     }
 
-    fn text(&mut self, what: &str) -> Result<String, Fault> {
+    fn text(&mut self, what: &str) -> Result<String, EndpointError> {
         let bytes = self.bytes(what, MAX_TEXT_BYTES)?;
         let text = std::str::from_utf8(bytes).map_err(|_| self.refused(format!("{what} is not UTF-8")))?;
         Ok(text.to_owned())
     }
 
-    fn refused(&self, reason: String) -> Fault {
-        Fault::Protocol { reason }
+    fn refused(&self, reason: String) -> EndpointError {
+        EndpointError::Protocol { reason }
     }
 }
 
@@ -261,10 +261,13 @@ mod tests {
         for message in examples() {
             let frame = message.encode(0);
             for end in 0..frame.len() {
-                assert!(matches!(Message::decode(&frame[..end]), Err(Fault::Protocol { .. })), "{message:?} {end}");
+                assert!(
+                    matches!(Message::decode(&frame[..end]), Err(EndpointError::Protocol { .. })),
+                    "{message:?} {end}"
+                );
             }
             let longer = [frame.as_slice(), &[0]].concat();
-            let Err(Fault::Protocol { reason }) = Message::decode(&longer) else { panic!("{message:?}") };
+            let Err(EndpointError::Protocol { reason }) = Message::decode(&longer) else { panic!("{message:?}") };
             assert!(reason.contains("1 bytes too many"), "{reason}");
         }
     }
@@ -273,7 +276,7 @@ mod tests {
     fn what_is_refused_says_its_numbers() {
         let mut frame = Message::Hello { instance: 1 }.encode(0);
         let refused = |frame: &[u8], wanted: &str| {
-            let Err(Fault::Protocol { reason }) = Message::decode(frame) else { panic!("{wanted}") };
+            let Err(EndpointError::Protocol { reason }) = Message::decode(frame) else { panic!("{wanted}") };
             assert!(reason.contains(wanted), "{reason}");
         };
         frame[4] = 2;

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::frame::{Message, Offer};
 use super::socket::{Deadline, Socket};
-use super::{Fault, credentials, directory, socket};
+use super::{EndpointError, credentials, directory, socket};
 use crate::fork::Process;
 use crate::memory::Source;
 use crate::owner::{self, Owner};
@@ -147,7 +147,7 @@ impl SenderLink {
         loop {
             let arrived = self.socket.receive_until(deadline, what).map_err(|fault| self.explained(fault))?;
             match arrived.message {
-                Message::Refused { errno, reason } => return Err(Fault::Refused { reason, errno }.into()),
+                Message::Refused { errno, reason } => return Err(EndpointError::Refused { reason, errno }.into()),
                 message if arrived.sequence == turn.sequence => return Ok(message),
                 // The answer to a question whose limit was reached.
                 _ if arrived.sequence < turn.sequence => {}
@@ -158,16 +158,16 @@ impl SenderLink {
                         arrived.sequence,
                         turn.sequence
                     );
-                    return Err(Fault::Protocol { reason }.into());
+                    return Err(EndpointError::Protocol { reason }.into());
                 }
             }
         }
     }
 
     /// A connection that we ended ourselves is closed, not gone.
-    fn explained(&self, fault: Fault) -> Error {
+    fn explained(&self, fault: EndpointError) -> Error {
         match fault {
-            Fault::Gone { .. } if self.is_closed.load(Ordering::Relaxed) => self.closed(),
+            EndpointError::Gone { .. } if self.is_closed.load(Ordering::Relaxed) => self.closed(),
             fault => fault.into(),
         }
     }
@@ -181,7 +181,7 @@ impl SenderLink {
     }
 }
 
-fn connected(path: &Path, deadline: Deadline) -> std::result::Result<Socket, Fault> {
+fn connected(path: &Path, deadline: Deadline) -> std::result::Result<Socket, EndpointError> {
     let address = socket::address(path).map_err(io(path, "making a socket address"))?;
     let fd = socket::unconnected().map_err(io(path, "socket"))?;
     loop {
@@ -191,30 +191,30 @@ fn connected(path: &Path, deadline: Deadline) -> std::result::Result<Socket, Fau
             Err(Errno::AGAIN) if !deadline.left().is_zero() => std::thread::sleep(RETRY.min(deadline.left())),
             Err(Errno::AGAIN) => {
                 let what = format!("connecting to {}", path.display());
-                return Err(Fault::Timeout { what, waited: deadline.limit });
+                return Err(EndpointError::Timeout { what, waited: deadline.limit });
             }
             Err(errno @ (Errno::CONNREFUSED | Errno::NOENT)) => {
-                return Err(Fault::NobodyListens { path: path.to_path_buf(), errno: errno.raw_os_error() });
+                return Err(EndpointError::NobodyListens { path: path.to_path_buf(), errno: errno.raw_os_error() });
             }
             Err(errno) => return Err(directory::io(path, errno, "connect")),
         }
     }
 }
 
-fn refusal(socket: &Socket) -> Option<Fault> {
+fn refusal(socket: &Socket) -> Option<EndpointError> {
     while let Ok(Some(arrived)) = socket.receive() {
         if let Message::Refused { errno, reason } = arrived.message {
-            return Some(Fault::Refused { reason, errno });
+            return Some(EndpointError::Refused { reason, errno });
         }
     }
     None
 }
 
-fn unexpected(message: &Message) -> Fault {
-    Fault::Protocol { reason: format!("{} is no answer to what was asked", message.kind_name()) }
+fn unexpected(message: &Message) -> EndpointError {
+    EndpointError::Protocol { reason: format!("{} is no answer to what was asked", message.kind_name()) }
 }
 
-fn io(path: &Path, operation: &'static str) -> impl FnOnce(Errno) -> Fault {
+fn io(path: &Path, operation: &'static str) -> impl FnOnce(Errno) -> EndpointError {
     move |errno| directory::io(path, errno, operation)
 }
 
@@ -266,12 +266,12 @@ struct Taken<'a> {
 }
 
 impl Turn {
-    fn take(&self, deadline: Deadline, what: &str) -> std::result::Result<Taken<'_>, Fault> {
+    fn take(&self, deadline: Deadline, what: &str) -> std::result::Result<Taken<'_>, EndpointError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.is_taken {
             let left = deadline.left();
             if left.is_zero() {
-                return Err(Fault::Timeout { what: what.to_owned(), waited: deadline.limit });
+                return Err(EndpointError::Timeout { what: what.to_owned(), waited: deadline.limit });
             }
             state = self.is_free.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::Fault;
+use super::EndpointError;
 use super::arenas::Arenas;
 use super::credentials;
 use super::frame::{MAX_PROBE_BYTES, Message, Offer};
@@ -23,7 +23,7 @@ const FRAMES_A_TURN: usize = 16;
 
 /// What answering needs to know.
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(super) struct ServerConfig {
     pub(super) instance: u64,
     pub(super) shm_dir: PathBuf,
     pub(super) accept_prefixes: Vec<String>,
@@ -51,15 +51,19 @@ enum Stage {
 
 impl Peer {
     /// Looks at who it is; one that is not allowed is told so.
-    pub(super) fn new(fd: OwnedFd, hello_by: Deadline, desk: &Desk) -> std::result::Result<Self, Fault> {
+    pub(super) fn new(
+        fd: OwnedFd,
+        hello_by: Deadline,
+        config: &ServerConfig,
+    ) -> std::result::Result<Self, EndpointError> {
         let socket = Socket::new(fd, "sender");
         let uid = credentials::peer_uid(std::os::fd::AsFd::as_fd(&socket))
-            .map_err(|errno| super::directory::io(&desk.shm_dir, errno, "getsockopt(SO_PEERCRED)"))?;
-        if let Err(fault) = credentials::check("sender", uid, &desk.allowed_uids) {
+            .map_err(|errno| super::directory::io(&config.shm_dir, errno, "getsockopt(SO_PEERCRED)"))?;
+        if let Err(fault) = credentials::check("sender", uid, &config.allowed_uids) {
             refuse(&socket, &fault);
             return Err(fault);
         }
-        Ok(Self { socket, stage: Stage::New(hello_by), arenas: Arc::clone(&desk.arenas), maps: Vec::new() })
+        Ok(Self { socket, stage: Stage::New(hello_by), arenas: Arc::clone(&config.arenas), maps: Vec::new() })
     }
 
     /// When it is cut off unless it says Hello.
@@ -71,19 +75,19 @@ impl Peer {
     }
 
     /// Answers what has arrived. An error ends the connection.
-    pub(super) fn serve(&mut self, desk: &Desk) -> std::result::Result<(), Fault> {
+    pub(super) fn serve(&mut self, config: &ServerConfig) -> std::result::Result<(), EndpointError> {
         for _ in 0..FRAMES_A_TURN {
             let Some(arrived) = self.socket.receive()? else { break };
             let sequence = arrived.sequence;
-            let answer = self.answer(arrived, desk)?;
+            let answer = self.answer(arrived, config)?;
             if !self.socket.send(&answer, sequence, &[])? {
-                return Err(Fault::Protocol { reason: "the sender does not take its answers".to_owned() });
+                return Err(EndpointError::Protocol { reason: "the sender does not take its answers".to_owned() });
             }
         }
         Ok(())
     }
 
-    fn answer(&mut self, arrived: Arrived, desk: &Desk) -> std::result::Result<Message, Fault> {
+    fn answer(&mut self, arrived: Arrived, config: &ServerConfig) -> std::result::Result<Message, EndpointError> {
         // The connection stays: its end would tell the sender that we have died.
         if let (Stage::Known, Some(fault)) = (&self.stage, arrived.lost) {
             return Ok(Message::Refused { errno: Errno::MFILE.raw_os_error(), reason: fault.to_string() });
@@ -91,13 +95,13 @@ impl Peer {
         match (&self.stage, arrived.message) {
             (Stage::New(_), Message::Hello { .. }) => {
                 self.stage = Stage::Known;
-                Ok(Message::Hello { instance: desk.instance })
+                Ok(Message::Hello { instance: config.instance })
             }
-            (Stage::Known, Message::Probe { name, offset, nbytes }) => Ok(probe(desk, &name, offset, nbytes)),
+            (Stage::Known, Message::Probe { name, offset, nbytes }) => Ok(probe(config, &name, offset, nbytes)),
             (Stage::Known, Message::Offer(offer)) => Ok(self.take(offer, arrived.descriptors)),
             (stage, message) => {
                 let when = if matches!(stage, Stage::New(_)) { "before Hello" } else { "from a sender" };
-                Err(Fault::Protocol { reason: format!("{} {when}", message.kind_name()) })
+                Err(EndpointError::Protocol { reason: format!("{} {when}", message.kind_name()) })
             }
         }
     }
@@ -126,12 +130,12 @@ impl Drop for Peer {
 }
 
 /// Says why before the connection ends; nothing is owed to one who does not listen.
-pub(super) fn refuse(socket: &Socket, fault: &Fault) {
+pub(super) fn refuse(socket: &Socket, fault: &EndpointError) {
     let _ = socket.send(&Message::Refused { errno: 0, reason: fault.to_string() }, 0, &[]);
 }
 
-fn probe(desk: &Desk, name: &str, offset: u64, nbytes: u32) -> Message {
-    match read(desk, name, offset, nbytes) {
+fn probe(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Message {
+    match read(config, name, offset, nbytes) {
         Ok(bytes) => Message::ProbeRead { bytes },
         Err(error) => {
             Message::ProbeFailed { errno: error.os().map_or(-1, |(errno, _)| errno), reason: error.to_string() }
@@ -139,15 +143,15 @@ fn probe(desk: &Desk, name: &str, offset: u64, nbytes: u32) -> Message {
     }
 }
 
-fn read(desk: &Desk, name: &str, offset: u64, nbytes: u32) -> Result<Vec<u8>> {
+fn read(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Result<Vec<u8>> {
     let name = SegmentName::parse(name)?;
-    if !desk.accept_prefixes.iter().any(|prefix| name.as_str().starts_with(prefix)) {
+    if !config.accept_prefixes.iter().any(|prefix| name.as_str().starts_with(prefix)) {
         return Err(Error::Name {
             name: name.to_string(),
             reason: "it does not begin with a prefix that this worker accepts",
         });
     }
-    let segment = Segment::open(&desk.shm_dir, &name)?;
+    let segment = Segment::open(&config.shm_dir, &name)?;
     let mut bytes = vec![0; (nbytes as usize).min(MAX_PROBE_BYTES)];
     segment.read_into(Target::from_slice(&mut bytes), offset, NonZeroUsize::MIN)?;
     Ok(bytes)

@@ -11,10 +11,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-use super::Fault;
+use super::EndpointError;
 use super::arenas::Arenas;
 use super::directory;
-use super::peer::{Desk, Peer};
+use super::peer::{Peer, ServerConfig};
 use super::socket::{Deadline, poll};
 use crate::arena::Map;
 use crate::entry::Identity;
@@ -75,7 +75,7 @@ pub struct WorkerEndpoint {
 
 #[derive(Debug)]
 struct Shared {
-    desk: Desk,
+    config: ServerConfig,
     is_closing: AtomicBool,
     max_links: usize,
     hello_limit: Duration,
@@ -94,7 +94,7 @@ impl WorkerEndpoint {
         let swept = directory::sweep(&options.directory);
         let failed = |operation| {
             let path = options.directory.clone();
-            move |errno: Errno| Fault::Io { path, errno: errno.raw_os_error(), operation }
+            move |errno: Errno| EndpointError::Io { path, errno: errno.raw_os_error(), operation }
         };
         let instance = owner::random_bits().map_err(failed("getrandom"))?;
         let path = directory::socket_path(&options.directory, instance)?;
@@ -103,7 +103,7 @@ impl WorkerEndpoint {
         let (listener, identity) = directory::listen(&path, is_for_others)?;
         let listener = Descriptor::new(listener);
         let shared = Arc::new(Shared {
-            desk: Desk {
+            config: ServerConfig {
                 instance,
                 shm_dir: options.shm_dir,
                 accept_prefixes: options.accept_prefixes,
@@ -147,18 +147,18 @@ impl WorkerEndpoint {
 
     /// The arenas of all senders that are connected, the newest last.
     pub fn arenas(&self) -> Vec<Arc<Map>> {
-        if self.process.is_current() { self.shared.desk.arenas.all() } else { Vec::new() }
+        if self.process.is_current() { self.shared.config.arenas.all() } else { Vec::new() }
     }
 
     /// The arena of this random number, while its sender is connected.
     pub fn find_arena(&self, instance: u64) -> Option<Arc<Map>> {
-        if self.process.is_current() { self.shared.desk.arenas.find(instance) } else { None }
+        if self.process.is_current() { self.shared.config.arenas.find(instance) } else { None }
     }
 
     /// Blocks until more than `seen` arenas were handed over since the start; how many were.
     pub fn wait_arena(&self, seen: u64, limit: Duration) -> Result<u64> {
         self.check_process()?;
-        Ok(self.shared.desk.arenas.wait(seen, limit))
+        Ok(self.shared.config.arenas.wait(seen, limit))
     }
 
     /// What has happened so far.
@@ -189,7 +189,7 @@ impl WorkerEndpoint {
         while !*has_ended {
             let left = deadline.left();
             if left.is_zero() {
-                return Err(Fault::Timeout { what: "closing the endpoint".to_owned(), waited: limit }.into());
+                return Err(EndpointError::Timeout { what: "closing the endpoint".to_owned(), waited: limit }.into());
             }
             has_ended = self.shared.ended.wait_timeout(has_ended, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -272,15 +272,15 @@ impl Shared {
 
     /// Serves one peer; false when it is over.
     fn keep(&self, peer: &mut Peer, events: PollFlags) -> bool {
-        let outcome = if events.is_empty() { Ok(()) } else { peer.serve(&self.desk) };
+        let outcome = if events.is_empty() { Ok(()) } else { peer.serve(&self.config) };
         match outcome {
             Ok(()) if peer.hello_by().is_some_and(|by| by.left().is_zero()) => {
                 let what = "saying Hello after connecting".to_owned();
-                self.note(&Fault::Timeout { what, waited: self.hello_limit });
+                self.note(&EndpointError::Timeout { what, waited: self.hello_limit });
                 false
             }
             Ok(()) => true,
-            Err(Fault::Gone { .. }) => false,
+            Err(EndpointError::Gone { .. }) => false,
             Err(fault) => {
                 super::peer::refuse(&peer.socket, &fault);
                 self.note(&fault);
@@ -303,10 +303,12 @@ impl Shared {
 
     fn admit(&self, fd: OwnedFd, peers: &mut Vec<Peer>) {
         self.statistics().accepted += 1;
-        match Peer::new(fd, Deadline::after(self.hello_limit), &self.desk) {
+        match Peer::new(fd, Deadline::after(self.hello_limit), &self.config) {
             Ok(peer) if peers.len() >= self.max_links => {
-                let fault =
-                    Fault::Refused { reason: format!("{} senders are connected already", peers.len()), errno: 0 };
+                let fault = EndpointError::Refused {
+                    reason: format!("{} senders are connected already", peers.len()),
+                    errno: 0,
+                };
                 super::peer::refuse(&peer.socket, &fault);
                 self.note(&fault);
             }
@@ -315,9 +317,9 @@ impl Shared {
         }
     }
 
-    fn note(&self, fault: &Fault) {
+    fn note(&self, fault: &EndpointError) {
         let mut statistics = self.statistics();
-        if matches!(fault, Fault::User { .. }) {
+        if matches!(fault, EndpointError::User { .. }) {
             statistics.refused_users += 1;
         } else {
             statistics.faults += 1;

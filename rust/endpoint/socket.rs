@@ -13,7 +13,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use super::Fault;
+use super::EndpointError;
 use super::frame::{MAX_FRAME_BYTES, Message};
 use crate::fork::Descriptor;
 
@@ -34,7 +34,7 @@ pub(super) struct Arrived {
     pub(super) sequence: u64,
     pub(super) descriptors: Vec<OwnedFd>,
     /// Some of its descriptors are lost, because this process may open no more: that is no fault of the peer's.
-    pub(super) lost: Option<Fault>,
+    pub(super) lost: Option<EndpointError>,
 }
 
 /// A socket that belongs to nobody yet.
@@ -55,12 +55,17 @@ impl Socket {
     }
 
     /// Sends one frame. False when the peer does not take its frames.
-    pub(super) fn send(&self, message: &Message, sequence: u64, descriptors: &[BorrowedFd<'_>]) -> Result<bool, Fault> {
+    pub(super) fn send(
+        &self,
+        message: &Message,
+        sequence: u64,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<bool, EndpointError> {
         let frame = message.encode(sequence);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ROOM))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
-            return Err(Fault::Protocol { reason: format!("{} descriptors in one frame", descriptors.len()) });
+            return Err(EndpointError::Protocol { reason: format!("{} descriptors in one frame", descriptors.len()) });
         }
         loop {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -74,7 +79,7 @@ impl Socket {
     }
 
     /// The next frame; None when there is none yet.
-    pub(super) fn receive(&self) -> Result<Option<Arrived>, Fault> {
+    pub(super) fn receive(&self) -> Result<Option<Arrived>, EndpointError> {
         let mut buffer = [0_u8; MAX_FRAME_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ROOM))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -97,16 +102,16 @@ impl Socket {
             }
         }
         if found.bytes == 0 {
-            return Err(Fault::Gone { peer: self.peer });
+            return Err(EndpointError::Gone { peer: self.peer });
         }
         if found.flags.contains(ReturnFlags::TRUNC) {
-            return Err(Fault::Protocol { reason: format!("a frame of more than {MAX_FRAME_BYTES} bytes") });
+            return Err(EndpointError::Protocol { reason: format!("a frame of more than {MAX_FRAME_BYTES} bytes") });
         }
         let (message, sequence) = Message::decode(&buffer[..found.bytes.min(MAX_FRAME_BYTES)])?;
         let wanted = message.num_descriptors();
         let is_cut = found.flags.contains(ReturnFlags::CTRUNC);
         if is_cut || descriptors.len() < wanted {
-            let fault = Fault::Descriptors { wanted, found: descriptors.len(), limit: open_files_limit() };
+            let fault = EndpointError::Descriptors { wanted, found: descriptors.len(), limit: open_files_limit() };
             if is_cut && descriptors.len() < wanted {
                 return Ok(Some(Arrived { message, sequence, descriptors: Vec::new(), lost: Some(fault) }));
             }
@@ -114,7 +119,7 @@ impl Socket {
         }
         if descriptors.len() > wanted {
             let reason = format!("{} with {} descriptors, {wanted} wanted", message.kind_name(), descriptors.len());
-            return Err(Fault::Protocol { reason });
+            return Err(EndpointError::Protocol { reason });
         }
         Ok(Some(Arrived { message, sequence, descriptors, lost: None }))
     }
@@ -131,7 +136,7 @@ impl Socket {
     }
 
     /// Waits for the next frame.
-    pub(super) fn receive_until(&self, deadline: Deadline, what: &str) -> Result<Arrived, Fault> {
+    pub(super) fn receive_until(&self, deadline: Deadline, what: &str) -> Result<Arrived, EndpointError> {
         loop {
             if let Some(arrived) = self.receive()? {
                 return Ok(arrived);
@@ -148,17 +153,17 @@ impl Socket {
         descriptors: &[BorrowedFd<'_>],
         deadline: Deadline,
         what: &str,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), EndpointError> {
         while !self.send(message, sequence, descriptors)? {
             self.wait(PollFlags::OUT, deadline, what)?;
         }
         Ok(())
     }
 
-    fn wait(&self, events: PollFlags, deadline: Deadline, what: &str) -> Result<(), Fault> {
+    fn wait(&self, events: PollFlags, deadline: Deadline, what: &str) -> Result<(), EndpointError> {
         let left = deadline.left();
         if left.is_zero() {
-            return Err(Fault::Timeout { what: what.to_owned(), waited: deadline.limit });
+            return Err(EndpointError::Timeout { what: what.to_owned(), waited: deadline.limit });
         }
         let mut polled = [PollFd::new(&self.fd, events)];
         match poll(&mut polled, Some(left)) {
@@ -167,10 +172,10 @@ impl Socket {
         }
     }
 
-    fn failed(&self, operation: &'static str, errno: Errno) -> Fault {
+    fn failed(&self, operation: &'static str, errno: Errno) -> EndpointError {
         match errno {
-            Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => Fault::Gone { peer: self.peer },
-            errno => Fault::Io { path: Path::new("").into(), errno: errno.raw_os_error(), operation },
+            Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN => EndpointError::Gone { peer: self.peer },
+            errno => EndpointError::Io { path: Path::new("").into(), errno: errno.raw_os_error(), operation },
         }
     }
 }

@@ -41,7 +41,7 @@ fn a_probe_is_read_back_and_leaves_nothing() {
     endpoint.close(LIMIT).unwrap();
     assert!(names(&directory.path().join("run")).is_empty());
     assert!(link.is_closed());
-    assert_eq!(link.probe(shm.path(), LIMIT), Err(Fault::Gone { peer: "worker" }.into()));
+    assert_eq!(link.probe(shm.path(), LIMIT), Err(EndpointError::Gone { peer: "worker" }.into()));
 }
 
 #[test]
@@ -52,11 +52,14 @@ fn closing_a_link_ends_a_call_that_waits() {
     std::thread::scope(|scope| {
         let connecting = scope.spawn(|| SenderLink::connect(&path, Duration::from_millis(100), &[]).unwrap_err());
         let error = connecting.join().unwrap();
-        assert!(matches!(&error, Error::Endpoint(Fault::Timeout { what, .. }) if what == "connecting"), "{error:?}");
+        assert!(
+            matches!(&error, Error::Endpoint(EndpointError::Timeout { what, .. }) if what == "connecting"),
+            "{error:?}"
+        );
     });
     drop(listener);
     let error = SenderLink::connect(&path, LIMIT, &[]).unwrap_err();
-    assert!(matches!(error, Error::Endpoint(Fault::NobodyListens { errno: 111, .. })), "{error:?}");
+    assert!(matches!(error, Error::Endpoint(EndpointError::NobodyListens { errno: 111, .. })), "{error:?}");
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn what_was_inherited_gives_no_names_and_removes_nothing() {
     let mut owner = Owner::create(shm.path()).unwrap();
     let path = owner.id().lock_name().path_in(shm.path());
     // As a child after fork sees it: the process that created it is another one.
-    owner.process = Pid::INIT;
+    owner.process = Process::elsewhere();
     assert!(matches!(owner.next_name(), Err(Error::Closed { .. })));
     owner.close();
     assert!(path.exists());

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::Pid;
+use crate::fork::Process;
 
-use super::crew::{Crew, Work};
 use super::ledger::{Claim, Ledger, Waited};
+use super::queue::{Work, WorkQueue};
 use super::table::Table;
 use crate::streaming::Store;
 use crate::{Error, Result};
@@ -54,18 +54,18 @@ impl Drop for Claimed {
 #[derive(Debug)]
 pub struct Job {
     ledger: Arc<Ledger>,
-    crew: Arc<Crew<Copying>>,
+    queue: Arc<WorkQueue<Copying>>,
     /// None once the job is over: then nothing of the sources and slots is kept.
     copying: Mutex<Option<Arc<Copying>>>,
-    process: Pid,
+    process: Process,
 }
 
 impl Job {
-    pub(super) fn start(table: Table, store: Store, crew: &Arc<Crew<Copying>>, process: Pid) -> Option<Self> {
+    pub(super) fn start(table: Table, store: Store, queue: &Arc<WorkQueue<Copying>>, process: Process) -> Option<Self> {
         let ledger = Arc::new(Ledger::new(table.num_chunks()));
         let copying = Arc::new(Copying { ledger: Arc::clone(&ledger), table, store });
-        let is_open = crew.add(Arc::clone(&copying));
-        is_open.then(|| Self { ledger, crew: Arc::clone(crew), copying: Mutex::new(Some(copying)), process })
+        let is_open = queue.add(Arc::clone(&copying));
+        is_open.then(|| Self { ledger, queue: Arc::clone(queue), copying: Mutex::new(Some(copying)), process })
     }
 
     /// Number of chunks.
@@ -77,7 +77,7 @@ impl Job {
     /// rise; one above the number of chunks means all of them. Never blocks.
     pub fn permit(&self, upto: usize) -> Result<()> {
         self.check_process()?;
-        self.crew.call(self.ledger.permit(upto));
+        self.queue.wake(self.ledger.permit(upto));
         Ok(())
     }
 
@@ -89,7 +89,7 @@ impl Job {
         if is_there {
             self.let_go_when_over();
         } else {
-            self.crew.call(self.ledger.num_claimable());
+            self.queue.wake(self.ledger.num_claimable());
         }
         Ok(is_there)
     }
@@ -145,7 +145,7 @@ impl Job {
         if let Some(copying) = copying
             && let Claim::Chunk(chunk) = copying.claim()
         {
-            self.crew.call(self.ledger.num_claimable());
+            self.queue.wake(self.ledger.num_claimable());
             copying.copy(chunk);
         }
     }
@@ -156,7 +156,7 @@ impl Job {
         if self.ledger.is_over() {
             let copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(copying) = copying {
-                self.crew.remove(&copying);
+                self.queue.remove(&copying);
             }
         }
     }
@@ -170,7 +170,7 @@ impl Job {
     }
 
     fn check_process(&self) -> Result<()> {
-        if self.process == rustix::process::getpid() {
+        if self.process.is_current() {
             return Ok(());
         }
         Err(Error::Closed { what: "the copy job".to_owned() })

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use super::crew::{Crew, Work};
 use super::ledger::{Claim, Ledger, Waited};
+use super::queue::{Work, WorkQueue};
 use super::sync::Spin;
 use crate::{Error, Result};
 
@@ -91,25 +91,25 @@ fn bounded(preemptions: usize, test: impl Fn() + Sync + Send + 'static) {
     builder.check(test);
 }
 
-/// Threads of a crew, as `Pool` starts them.
-fn start_threads(crew: &Arc<Crew<Numbers>>, count: usize) -> Vec<thread::JoinHandle<()>> {
-    let work = |crew: Arc<Crew<Numbers>>| {
-        while let Some((job, chunk)) = crew.next(&mut Spin::new()) {
+/// Threads of a queue, as `Pool` starts them.
+fn start_threads(queue: &Arc<WorkQueue<Numbers>>, count: usize) -> Vec<thread::JoinHandle<()>> {
+    let work = |queue: Arc<WorkQueue<Numbers>>| {
+        while let Some((job, chunk)) = queue.next(&mut Spin::new()) {
             job.copy(chunk);
         }
-        crew.leave();
+        queue.exit();
     };
     (0..count)
         .map(|_| {
-            let crew = Arc::clone(crew);
-            thread::spawn(move || work(crew))
+            let queue = Arc::clone(queue);
+            thread::spawn(move || work(queue))
         })
         .collect()
 }
 
-fn end(crew: &Crew<Numbers>, threads: Vec<thread::JoinHandle<()>>) {
-    crew.close();
-    assert_eq!(crew.wait_left(None), 0);
+fn end(queue: &WorkQueue<Numbers>, threads: Vec<thread::JoinHandle<()>>) {
+    queue.close();
+    assert_eq!(queue.wait_exited(None), 0);
     for thread in threads {
         thread.join().unwrap();
     }
@@ -235,36 +235,36 @@ fn a_permit_wakes_one_who_waits_to_copy_it_himself() {
 #[test]
 fn no_call_is_lost_between_looking_and_sleeping() {
     model(|| {
-        let crew = Arc::new(Crew::new(1));
-        let threads = start_threads(&crew, 1);
+        let queue = Arc::new(WorkQueue::new(1));
+        let threads = start_threads(&queue, 1);
         let job = Numbers::new(2, 2);
-        assert!(crew.add(Arc::clone(&job)));
+        assert!(queue.add(Arc::clone(&job)));
         // The owner takes the first, so the second is for the thread. The owner copies nothing else: when the thread
         // missed the call, this would wait for ever, which loom reports.
-        crew.call(job.ledger.permit(2));
+        queue.wake(job.ledger.permit(2));
         assert!(job.claim_and_copy() || job.ledger.num_claimable() == 0);
         while let Waited::Claimable = job.ledger.wait(1, None) {
             thread::yield_now();
         }
         assert_eq!(job.load(1), 2);
-        end(&crew, threads);
+        end(&queue, threads);
     });
 }
 
 #[test]
 fn two_threads_and_the_owner_copy_all_and_end() {
     model_of_three(|| {
-        let crew = Arc::new(Crew::new(2));
-        let threads = start_threads(&crew, 2);
+        let queue = Arc::new(WorkQueue::new(2));
+        let threads = start_threads(&queue, 2);
         let job = Numbers::new(2, 2);
-        assert!(crew.add(Arc::clone(&job)));
-        crew.call(job.ledger.permit(2));
+        assert!(queue.add(Arc::clone(&job)));
+        queue.wake(job.ledger.permit(2));
         job.wait(0).unwrap();
         assert_eq!(job.load(0), 1);
         job.ledger.cancel();
         job.ledger.settle();
-        crew.remove(&job);
-        end(&crew, threads);
+        queue.remove(&job);
+        end(&queue, threads);
         assert!(job.ledger.is_over());
     });
 }
@@ -272,9 +272,9 @@ fn two_threads_and_the_owner_copy_all_and_end() {
 #[test]
 fn closing_wakes_a_thread_that_falls_asleep() {
     model(|| {
-        let crew: Arc<Crew<Numbers>> = Arc::new(Crew::new(1));
-        let threads = start_threads(&crew, 1);
-        end(&crew, threads);
-        assert!(!crew.add(Numbers::new(1, 1)));
+        let queue: Arc<WorkQueue<Numbers>> = Arc::new(WorkQueue::new(1));
+        let threads = start_threads(&queue, 1);
+        end(&queue, threads);
+        assert!(!queue.add(Numbers::new(1, 1)));
     });
 }

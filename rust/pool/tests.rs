@@ -215,15 +215,15 @@ fn a_closed_pool_refuses_jobs_and_leaves_the_rest_of_one_to_its_owner() {
 
 #[test]
 fn threads_take_turns_at_jobs() {
-    let crew = Crew::new(1);
+    let queue = WorkQueue::new(1);
     let jobs: Vec<_> = (0..3).map(|_| Arc::new(Counted(ledger::Ledger::new(3)))).collect();
     for job in &jobs {
-        assert!(crew.add(Arc::clone(job)));
+        assert!(queue.add(Arc::clone(job)));
         job.0.permit(3);
     }
     let mut turns = Vec::new();
     for _ in 0..9 {
-        let (job, chunk) = crew.next(&mut Spin::new()).unwrap();
+        let (job, chunk) = queue.next(&mut Spin::new()).unwrap();
         turns.push((jobs.iter().position(|other| Arc::ptr_eq(other, &job)).unwrap(), chunk));
     }
     assert_eq!(turns, [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]);
@@ -231,7 +231,7 @@ fn threads_take_turns_at_jobs() {
 
 struct Counted(ledger::Ledger);
 
-impl crew::Work for Counted {
+impl queue::Work for Counted {
     fn claim(&self) -> ledger::Claim {
         self.0.claim()
     }

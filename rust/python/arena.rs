@@ -15,7 +15,7 @@ use super::buffers::ReadBuffer;
 use super::endpoint::PySenderLink;
 use super::{detached_when_big, exports};
 use crate::Error;
-use crate::arena::{Arena, Fault, HugePages, LeaseHandle, Options, Part, Writing, write_all};
+use crate::arena::{Arena, ArenaError, HugePages, LeaseHandle, Options, Part, Writing, write_all};
 use crate::cast::Cast;
 
 /// Whether a handle's name is a lease's.
@@ -48,7 +48,7 @@ pub(super) fn handle_of(
         (Some(offset), Some(nbytes)) => Ok(LeaseHandle::parse(&name, offset, nbytes, &owner_id).map_err(Error::from)?),
         _ => {
             let reason = format!("offset {offset} and {nbytes} bytes are not two numbers from 0 to 2**64 - 1");
-            Err(Error::from(Fault::Forged { name: name.chars().take(100).collect(), reason }).into())
+            Err(Error::from(ArenaError::Forged { name: name.chars().take(100).collect(), reason }).into())
         }
     }
 }
@@ -83,7 +83,7 @@ impl PyArena {
             "reserved" => HugePages::Reserved,
             other => {
                 let wanted = "\"off\", \"transparent\" or \"reserved\"".to_owned();
-                let fault = Fault::Option { setting: "huge_pages", found: format!("{other:?}"), wanted };
+                let fault = ArenaError::Option { setting: "huge_pages", found: format!("{other:?}"), wanted };
                 return Err(Error::from(fault).into());
             }
         };

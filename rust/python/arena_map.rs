@@ -52,16 +52,16 @@ impl PyArenaMap {
         self.map.data_span().1
     }
 
-    /// Address of our marks, for registering them with CUDA.
+    /// Address of our flags, for registering them with CUDA.
     #[getter]
-    fn marks_address(&self) -> usize {
-        self.map.marks_span().0
+    fn flags_address(&self) -> usize {
+        self.map.flags_span().0
     }
 
-    /// Bytes of our marks.
+    /// Bytes of our flags.
     #[getter]
-    fn marks_nbytes(&self) -> usize {
-        self.map.marks_span().1
+    fn flags_nbytes(&self) -> usize {
+        self.map.flags_span().1
     }
 
     /// Whether the connection to the sender has ended.
@@ -163,14 +163,14 @@ impl PyLease {
 
     /// Where the word is that tells the sender that our reads are over, and what to write: (address, value).
     #[getter]
-    fn mark(&self) -> (usize, u32) {
-        let mark = self.map.mark(&self.claim);
-        (mark.address, mark.value)
+    fn release_flag(&self) -> (usize, u32) {
+        let flag = self.map.release_flag(&self.claim);
+        (flag.address, flag.value)
     }
 
-    /// Somebody else writes the mark, a GPU's stream for example: release does nothing any more. False when it is not held.
-    fn hand_on(&self) -> PyResult<bool> {
-        Ok(self.map.hand_on(&self.claim)?)
+    /// Somebody else writes the flag, a GPU's stream for example: release does nothing any more. False when it is not held.
+    fn defer_release(&self) -> PyResult<bool> {
+        Ok(self.map.defer_release(&self.claim)?)
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {

@@ -34,36 +34,36 @@ const fn class_name(error: &Error) -> &'static str {
     }
 }
 
-const fn endpoint_class_name(fault: &endpoint::Fault) -> &'static str {
+const fn endpoint_class_name(fault: &endpoint::EndpointError) -> &'static str {
     match fault {
-        endpoint::Fault::Directory { .. }
-        | endpoint::Fault::PathLength { .. }
-        | endpoint::Fault::Io { .. }
-        | endpoint::Fault::Protocol { .. }
-        | endpoint::Fault::Descriptors { .. } => "EndpointError",
-        endpoint::Fault::NobodyListens { .. } | endpoint::Fault::Gone { .. } => "EndpointGoneError",
-        endpoint::Fault::User { .. } | endpoint::Fault::Refused { .. } => "EndpointRefusedError",
-        endpoint::Fault::Timeout { .. } => TIMEOUT,
+        endpoint::EndpointError::Directory { .. }
+        | endpoint::EndpointError::PathLength { .. }
+        | endpoint::EndpointError::Io { .. }
+        | endpoint::EndpointError::Protocol { .. }
+        | endpoint::EndpointError::Descriptors { .. } => "EndpointError",
+        endpoint::EndpointError::NobodyListens { .. } | endpoint::EndpointError::Gone { .. } => "EndpointGoneError",
+        endpoint::EndpointError::User { .. } | endpoint::EndpointError::Refused { .. } => "EndpointRefusedError",
+        endpoint::EndpointError::Timeout { .. } => TIMEOUT,
     }
 }
 
-const fn arena_class_name(fault: &arena::Fault) -> &'static str {
+const fn arena_class_name(fault: &arena::ArenaError) -> &'static str {
     match fault {
-        arena::Fault::Option { .. } => "ConfigError",
-        arena::Fault::Memory { .. } => "ArenaMemoryError",
-        arena::Fault::NoConsumer { .. }
-        | arena::Fault::Io { .. }
-        | arena::Fault::Offered { .. }
-        | arena::Fault::Consumers { .. } => "ArenaError",
-        arena::Fault::Full { .. } | arena::Fault::Share { .. } => "ArenaFullError",
-        arena::Fault::Forged { .. } => "LeaseForgedError",
-        arena::Fault::UnknownArena { .. } => "LeaseUnknownArenaError",
-        arena::Fault::Stale { .. }
-        | arena::Fault::Repeated { .. }
-        | arena::Fault::Aborted { .. }
-        | arena::Fault::OwnerGone { .. }
-        | arena::Fault::Busy { .. } => "LeaseError",
-        arena::Fault::Timeout { .. } | arena::Fault::Closing { .. } => TIMEOUT,
+        arena::ArenaError::Option { .. } => "ConfigError",
+        arena::ArenaError::Memory { .. } => "ArenaMemoryError",
+        arena::ArenaError::NoConsumer { .. }
+        | arena::ArenaError::Io { .. }
+        | arena::ArenaError::Offered { .. }
+        | arena::ArenaError::Consumers { .. } => "ArenaError",
+        arena::ArenaError::Full { .. } | arena::ArenaError::Share { .. } => "ArenaFullError",
+        arena::ArenaError::Forged { .. } => "LeaseForgedError",
+        arena::ArenaError::UnknownArena { .. } => "LeaseUnknownArenaError",
+        arena::ArenaError::Stale { .. }
+        | arena::ArenaError::Repeated { .. }
+        | arena::ArenaError::Aborted { .. }
+        | arena::ArenaError::OwnerGone { .. }
+        | arena::ArenaError::Busy { .. } => "LeaseError",
+        arena::ArenaError::Timeout { .. } | arena::ArenaError::Closing { .. } => TIMEOUT,
     }
 }
 
@@ -73,9 +73,9 @@ const TIMEOUT: &str = "MmcopyTimeoutError";
 const fn timed_out(error: &Error) -> Option<&'static str> {
     match error {
         Error::Timeout { .. } => Some("receive"),
-        Error::Endpoint(endpoint::Fault::Timeout { .. }) => Some("endpoint"),
-        Error::Arena(arena::Fault::Timeout { .. }) => Some("lease"),
-        Error::Arena(arena::Fault::Closing { .. }) => Some("arena"),
+        Error::Endpoint(endpoint::EndpointError::Timeout { .. }) => Some("endpoint"),
+        Error::Arena(arena::ArenaError::Timeout { .. }) => Some("lease"),
+        Error::Arena(arena::ArenaError::Closing { .. }) => Some("arena"),
         _ => None,
     }
 }

@@ -1,4 +1,4 @@
-//! The Python module `mmcopy._native`: the only place that knows PyO3, one file a noun.
+//! The Python module `mmcopy._native`: the only place that knows PyO3, one file per noun.
 //!
 //! When the GIL is released: for every call that touches at least [`GIL_RELEASE_BYTES`] bytes, for every call that
 //! walks a directory or creates a lock file, and for every wait. Smaller calls keep it: on a shared-memory file system
@@ -19,6 +19,7 @@ mod exports;
 mod machine;
 mod owner;
 mod pool;
+mod process;
 mod reaper;
 mod segments;
 
@@ -56,6 +57,8 @@ mod _native {
     use super::owner::{PySegmentOwner, sweep};
     #[pymodule_export]
     use super::pool::{PyCopyJob, PyCopyPool};
+    #[pymodule_export]
+    use super::process::PyProcess;
     #[pymodule_export]
     use super::reaper::PyReaper;
     #[pymodule_export]

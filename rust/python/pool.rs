@@ -69,8 +69,8 @@ impl PyCopyPool {
     }
 
     /// Wakes up to num_threads threads for a job that is about to start. Never blocks.
-    fn rouse(&self, num_threads: usize) {
-        self.pool.rouse(num_threads);
+    fn wake(&self, num_threads: usize) {
+        self.pool.wake(num_threads);
     }
 
     /// Refuses further jobs and blocks until the threads have ended, each after the chunk that it copies.

@@ -6,6 +6,8 @@ import contextlib
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -138,7 +140,7 @@ def test_a_child_forked_during_a_hand_over_does_not_keep_the_worker_alive(house:
             handed_over = threads.submit(arena.hand_over, link.native, timeout_s=LIMIT_S)
             files = pathlib.Path("/proc/self/fd")
             names = lambda: [str(fd.readlink()) for fd in files.iterdir() if fd.is_symlink()]  # noqa: E731
-            assert settle(lambda: any("mmcopy-arena-marks" in name for name in names()))
+            assert settle(lambda: any("mmcopy-arena-flags" in name for name in names()))
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -195,3 +197,46 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
         assert stream.wait() is stream.data
         assert receiver.receive(reserved.commit()).tolist() == [0, 1, 2, 3, 4]
         assert settle(lambda: sender.leases_out == 0)
+
+
+SAME_NUMBER = """
+import ctypes, os, sys
+import numpy as np
+from mmcopy import Receiver, Sender, TransportConfig
+from mmcopy._native import CopyPool, Process, SegmentOwner
+from mmcopy.errors import ClosedError
+
+directory = sys.argv[1]
+assert os.getpid() == 1, os.getpid()
+here, pool, owner = Process.current(), CopyPool(1), SegmentOwner(directory)
+receiver = Receiver("cpu", framework="numpy", shm_dir=directory)
+item = Sender(TransportConfig(mode="inline"), shm_dir=directory).send(np.zeros(4, np.uint8))
+assert here.is_current() and here == Process.current() and receiver.receive(item).nbytes == 4
+assert ctypes.CDLL(None, use_errno=True).unshare(0x20000000) == 0  # CLONE_NEWPID: the next child is number 1, too
+child = os.fork()
+if child == 0:
+    refused = []
+    for call in (owner.next_name, lambda: receiver.receive(item)):
+        try:
+            call()
+        except ClosedError:
+            refused.append(True)
+    pool.close(1.0)  # its threads are not here: returns at once
+    same = os.getpid() == 1 and not here.is_current() and here != Process.current() and here.pid == 1
+    os._exit(0 if same and refused == [True, True] else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert here.is_current()
+print(code, owner.next_name())
+owner.close()
+receiver.close()
+pool.close(5.0)
+"""
+
+
+@pytest.mark.root
+def test_a_child_with_its_parents_number_is_another_process(tmp_path: pathlib.Path) -> None:
+    """In a new pid namespace: there a process id alone would not tell the two apart."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", SAME_NUMBER, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout[:9]) == (0, "0 mmcopy-"), ended.stderr
+    assert list(tmp_path.iterdir()) == []

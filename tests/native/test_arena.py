@@ -306,16 +306,16 @@ def test_a_worker_learns_of_arenas(arena: _native.Arena, worker: Worker) -> None
         False,
     )
     assert found.data_nbytes == arena.data_nbytes
-    assert found.data_address % 4096 == found.marks_address % 4096 == found.marks_nbytes % 4096 == 0
+    assert found.data_address % 4096 == found.flags_address % 4096 == found.flags_nbytes % 4096 == 0
     again = native.find_arena(arena.instance_id)
     assert again is not None
     assert found.is_same(again)
     lease = worker.claim(send(arena, b"abc", [number]))
-    address, value = lease.mark
-    assert found.marks_address <= address < found.marks_address + found.marks_nbytes
+    address, value = lease.release_flag
+    assert found.flags_address <= address < found.flags_address + found.flags_nbytes
     assert value == int(lease.name.rpartition("-")[2])
     assert found.num_held == 1
-    assert lease.hand_on()
+    assert lease.defer_release()
     assert not lease.release()
     assert found.num_held == 0
     link.close()

@@ -162,17 +162,17 @@ def test_wait_says_how_many_in_a_row_are_there(pool: _native.CopyPool) -> None:
 
 
 def test_rousing_without_a_job_does_nothing(pool: _native.CopyPool) -> None:
-    pool.rouse(0)
-    pool.rouse(1000)
+    pool.wake(0)
+    pool.wake(1000)
     data, slots = pattern(MIB), [bytearray(64 * KIB) for _ in range(16)]
     job = pool.start([data], slots, chunked(MIB, 64 * KIB))
-    pool.rouse(2)
+    pool.wake(2)
     job.permit(16)
     for i in range(16):
         job.wait(i, LIMIT_S)
     assert b"".join(slots) == data.tobytes()
     pool.close(LIMIT_S)
-    pool.rouse(2)
+    pool.wake(2)
 
 
 def test_nothing_starts_before_it_is_permitted(pool: _native.CopyPool) -> None:

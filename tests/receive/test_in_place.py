@@ -149,7 +149,7 @@ class Rig:
         self.endpoint.close()
 
 
-@pytest.fixture(params=[True, False], ids=["stream marks", "event marks"])
+@pytest.fixture(params=[True, False], ids=["stream flags", "event flags"])
 def rig(
     request: pytest.FixtureRequest, tmp_path: pathlib.Path, nothing_left_open: None, segments: Callable[[], list[str]]
 ) -> Iterator[Rig]:
@@ -224,7 +224,7 @@ class HalfWritten:
     """A lease whose sender stands still behind ``written`` bytes, of which the first look saw ``seen``."""
 
     name = "played"
-    mark = (0, 1)
+    release_flag = (0, 1)
 
     def __init__(self, written: int, seen: int) -> None:
         self._written = written
@@ -239,7 +239,7 @@ class HalfWritten:
             raise MmcopyTimeoutError("lease", f"{self._written} of {upto} bytes")
         return self._written
 
-    def hand_on(self) -> bool:
+    def defer_release(self) -> bool:
         self.handed_on += 1
         return True
 
@@ -285,7 +285,7 @@ def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None
     assert (len(queued), lease.handed_on) == (1, 2)
 
 
-def test_an_error_marks_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
+def test_an_error_releases_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
     rig.device.gate.clear()
     whole, _ = rig.send(random_bytes(2 * MIB), random_bytes(7))
     given_up, writer = rig.unwritten(MIB)

@@ -236,7 +236,7 @@ class WorkerRole(Role):
 
     def forge_release(self, name: str) -> None:
         """Say that we are done with a lease that we read."""
-        address, value = self.watched[name].mark
+        address, value = self.watched[name].release_flag
         ctypes.c_uint32.from_address(address).value = value
 
     def held(self) -> list[int]:
@@ -258,8 +258,8 @@ class WorkerRole(Role):
             while self.scribbling.is_set():
                 for arena in maps:
                     # Small numbers, too: generations that there are.
-                    words = random.integers(0, random.choice([50, 2**32]), arena.marks_nbytes // 4, dtype=np.uint32)
-                    ctypes.memmove(arena.marks_address, words.ctypes.data, arena.marks_nbytes)
+                    words = random.integers(0, random.choice([50, 2**32]), arena.flags_nbytes // 4, dtype=np.uint32)
+                    ctypes.memmove(arena.flags_address, words.ctypes.data, arena.flags_nbytes)
 
         threading.Thread(target=run, name="scribble").start()
 

@@ -158,9 +158,9 @@ class DirectCopies:
         written = 0
         if len(sources) <= _MOST_FLAGS_BY_STREAM:
             for source in sources:
-                if not self._link.write_word(*source.lease.mark):
+                if not self._link.write_word(*source.lease.release_flag):
                     break
-                source.lease.hand_on()
+                source.lease.defer_release()
                 written += 1
         if written:
             self._metrics.count(Counter.LEASES_RELEASED, "received", written)

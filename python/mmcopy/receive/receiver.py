@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, o
 
 import numpy as np
 
+from mmcopy._native import Process
 from mmcopy.arrays import numpy_dtype
 from mmcopy.config import ACCEPT_PREFIXES, default_num_threads, parse_count, parse_prefixes, parse_seconds
 from mmcopy.endpoint import WorkerEndpoint
@@ -108,7 +109,7 @@ class Receiver:
         self.device = str(device)
         self.shm_dir = os.fspath(shm_dir)
         self.metrics = metrics or Metrics()
-        self._pid = os.getpid()
+        self._process = Process.current()
         self._lock = threading.Lock()
         self._closed = False
         self._threads: ThreadPoolExecutor | None = None
@@ -340,7 +341,7 @@ class Receiver:
         with self._lock:
             was_closed, self._closed = self._closed, True
             threads, self._threads = self._threads, None
-        if was_closed or self._pid != os.getpid():
+        if was_closed or not self._process.is_current():
             return
         try:
             if threads is not None:
@@ -385,9 +386,10 @@ class Receiver:
             )
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid():
+        if not self._process.is_current():
             raise ClosedError(
-                f"the receiver belongs to process {self._pid}, this is {os.getpid()} forked from it: make a new one"
+                f"the receiver belongs to process {self._process.pid}, this is {os.getpid()}, forked from it: "
+                "make a new one"
             )
 
     def _stage(self, stage: Stage) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,6 @@ connection stands; all others get segments.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mmcopy._native import Arena
+from mmcopy._native import Arena, Process
 from mmcopy.endpoint import SenderLink
 from mmcopy.errors import ArenaError, ClosedError, MmcopyError, MmcopyTimeoutError
 from mmcopy.metrics import Counter, Metrics
@@ -110,7 +109,7 @@ class StreamingSend:
         self.data = data
         """What goes into the message."""
         self._writing = writing
-        self._pid = os.getpid()
+        self._process = Process.current()
 
     def done(self) -> bool:
         """Whether the source may be reused. Never blocks."""
@@ -123,7 +122,7 @@ class StreamingSend:
         forked child :class:`ClosedError` at once, because the parent writes.
         """
         if self._is_forked:
-            raise ClosedError(f"process {self._pid} writes it, of which this one is a child")
+            raise ClosedError(f"process {self._process.pid} writes it, of which this one is a child")
         if self._writing is not None:
             try:
                 self._writing.result(timeout_s)
@@ -144,7 +143,7 @@ class StreamingSend:
 
     @property
     def _is_forked(self) -> bool:
-        return self._pid != os.getpid()
+        return not self._process.is_current()
 
 
 class Reservation:

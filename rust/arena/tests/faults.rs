@@ -16,30 +16,30 @@ fn handles_that_are_not_right_are_typed_errors() {
         change(&mut changed);
         fault(map.claim(&changed))
     };
-    assert!(matches!(changed(&|h| h.instance ^= 1), Fault::UnknownArena { .. }));
-    assert!(matches!(changed(&|h| h.index = 5000), Fault::Forged { .. }));
-    assert!(matches!(changed(&|h| h.index += 1), Fault::Stale { .. }));
-    assert!(matches!(changed(&|h| h.generation += 1), Fault::Stale { .. }));
+    assert!(matches!(changed(&|h| h.instance ^= 1), ArenaError::UnknownArena { .. }));
+    assert!(matches!(changed(&|h| h.index = 5000), ArenaError::Forged { .. }));
+    assert!(matches!(changed(&|h| h.index += 1), ArenaError::Stale { .. }));
+    assert!(matches!(changed(&|h| h.generation += 1), ArenaError::Stale { .. }));
     for (offset, nbytes) in [(256, 100), (0, 101), (0, 99), (u64::MAX, 100), (u64::MAX - 50, 100), (0, u64::MAX)] {
-        assert!(matches!(changed(&|h| (h.offset, h.nbytes) = (offset, nbytes)), Fault::Forged { .. }));
+        assert!(matches!(changed(&|h| (h.offset, h.nbytes) = (offset, nbytes)), ArenaError::Forged { .. }));
     }
     let claim = map.claim(&handle).unwrap();
-    assert!(matches!(fault(map.claim(&handle)), Fault::Repeated { state: "still held", .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Repeated { state: "still held", .. }));
     assert_eq!(map.num_held(), 1);
     map.release(&claim).unwrap();
-    assert!(matches!(fault(map.claim(&handle)), Fault::Repeated { state: "released", .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Repeated { state: "released", .. }));
     assert!(settles(|| is_empty(&arena)));
     let newer = send(&arena, &[8; 100], &[slot]).unwrap();
     assert_eq!((newer.index, newer.offset), (handle.index, handle.offset));
     assert_eq!(map.release(&claim), Ok(false), "an old release says nothing about the new lease");
     assert_eq!(arena.statistics().unwrap().leases_out, 1);
     map.claim(&newer).unwrap();
-    assert!(matches!(fault(map.claim(&handle)), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Stale { .. }));
     let theirs = send(&arena, &[9; 100], &[other_slot]).unwrap();
-    assert!(matches!(fault(map.claim(&theirs)), Fault::Forged { .. }));
-    assert!(matches!(fault(arena.take(&[1], &[15], LIMIT)), Fault::NoConsumer { slot: 15 }));
-    assert!(matches!(fault(arena.take(&[1], &[u32::MAX], LIMIT)), Fault::NoConsumer { .. }));
-    assert!(matches!(fault(arena.take(&[1], &[], LIMIT)), Fault::Option { .. }));
+    assert!(matches!(fault(map.claim(&theirs)), ArenaError::Forged { .. }));
+    assert!(matches!(fault(arena.take(&[1], &[15], LIMIT)), ArenaError::NoConsumer { slot: 15 }));
+    assert!(matches!(fault(arena.take(&[1], &[u32::MAX], LIMIT)), ArenaError::NoConsumer { .. }));
+    assert!(matches!(fault(arena.take(&[1], &[], LIMIT)), ArenaError::Option { .. }));
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn what_is_taken_back_is_free_at_once_unless_somebody_reads() {
     assert_eq!(arena.cancel(&unread), Ok(true));
     assert!(is_empty(&arena));
     assert_eq!(arena.cancel(&unread), Ok(false));
-    assert!(matches!(fault(map.claim(&unread)), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(&unread)), ArenaError::Stale { .. }));
 
     let read_now = send(&arena, &[2; 100], &[slot]).unwrap();
     let claim = map.claim(&read_now).unwrap();
@@ -61,7 +61,7 @@ fn what_is_taken_back_is_free_at_once_unless_somebody_reads() {
     map.release(&claim).unwrap();
     assert!(settles(|| is_empty(&arena)));
     assert_eq!(arena.statistics().unwrap().cancelled, 2);
-    assert!(matches!(fault(arena.cancel(&LeaseHandle { instance: 1, ..unread })), Fault::UnknownArena { .. }));
+    assert!(matches!(fault(arena.cancel(&LeaseHandle { instance: 1, ..unread })), ArenaError::UnknownArena { .. }));
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn what_nobody_begins_to_read_expires() {
     let claim = map.claim(&kept).unwrap();
     let lost = send(&arena, &[2; 100], &[slot]).unwrap();
     assert!(settles(|| arena.statistics().unwrap().expired == 1));
-    assert!(matches!(fault(map.claim(&lost)), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(&lost)), ArenaError::Stale { .. }));
     assert_eq!(read(&map, &claim), [1; 100]);
     map.release(&claim).unwrap();
     assert!(settles(|| is_empty(&arena)));
@@ -88,7 +88,7 @@ fn giving_up_tells_those_who_read_and_waits_for_them() {
     lease.abort();
     lease.abort();
     assert!(lease.is_over());
-    let gave_up = Fault::Aborted { name: claim.handle().name(), written_nbytes: 0, nbytes: 1000 };
+    let gave_up = ArenaError::Aborted { name: claim.handle().name(), written_nbytes: 0, nbytes: 1000 };
     assert_eq!(fault(map.wait_written(&claim, 1, LIMIT)), gave_up);
     assert_eq!(fault(map.written(&claim)), gave_up);
     assert!(matches!(lease.commit(), Err(Error::Closed { .. })));
@@ -100,7 +100,7 @@ fn giving_up_tells_those_who_read_and_waits_for_them() {
 
     let handle = *arena.take(&[1000], &[slot], LIMIT).unwrap()[0].handle();
     assert!(is_empty(&arena), "dropped before anybody read it");
-    assert!(matches!(fault(map.claim(&handle)), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Stale { .. }));
     assert_eq!(arena.statistics().unwrap().aborted, 2);
 }
 
@@ -138,7 +138,7 @@ fn a_committed_lease_can_be_taken_back_while_a_view_is_left() {
     let view = lease.view().unwrap();
     lease.commit().unwrap();
     assert!(arena.cancel(lease.handle()).unwrap());
-    assert!(matches!(fault(map.claim(lease.handle())), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(lease.handle())), ArenaError::Stale { .. }));
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(arena.statistics().unwrap().leases_out, 1, "somebody can still write there");
     drop(view);
@@ -153,7 +153,7 @@ fn a_lease_is_written_once() {
     let (slot, _map, _link) = worker.connect(&arena);
     let lease = arena.take(&[4], &[slot], LIMIT).unwrap().remove(0);
     lease.write(Source::from_slice(b"abcd"), None, threads(1)).unwrap();
-    assert!(matches!(fault(lease.write(Source::from_slice(b"abcd"), None, threads(1))), Fault::Busy { .. }));
+    assert!(matches!(fault(lease.write(Source::from_slice(b"abcd"), None, threads(1))), ArenaError::Busy { .. }));
     lease.commit().unwrap();
 }
 
@@ -179,10 +179,10 @@ fn of_three_consumers_one_goes() {
     let fourth = Worker::new();
     let (slot, map, _link) = fourth.connect(&arena);
     assert_eq!(slot, 1);
-    assert!(matches!(fault(map.claim(&handle)), Fault::Forged { .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Forged { .. }));
     maps[1].0.release(&claims[2]).unwrap();
     assert!(settles(|| is_empty(&arena)));
-    assert!(matches!(fault(map.claim(&handle)), Fault::Stale { .. }));
+    assert!(matches!(fault(map.claim(&handle)), ArenaError::Stale { .. }));
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn a_sender_that_goes_fails_what_waits_for_it_and_leaves_what_is_there() {
         std::thread::sleep(Duration::from_millis(5));
         drop(link);
         let gone = waiting.join().unwrap();
-        assert!(matches!(gone, Fault::OwnerGone { written_nbytes: 0, wanted_nbytes: 1000, .. }), "{gone}");
+        assert!(matches!(gone, ArenaError::OwnerGone { written_nbytes: 0, wanted_nbytes: 1000, .. }), "{gone}");
     });
     std::mem::forget(lease); // as when the process has died
     drop(arena);
@@ -229,7 +229,7 @@ fn garbage_in_ones_marks_harms_nobody_else() {
     let (good, bad) = (Worker::new(), Worker::new());
     let ((good_slot, map, _good_link), (bad_slot, bad_map, _bad_link)) = (good.connect(&arena), bad.connect(&arena));
     let is_over = AtomicBool::new(false);
-    let (start, nbytes) = bad_map.marks_span();
+    let (start, nbytes) = bad_map.flags_span();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut random = 0x2545_f491_4f6c_dd1d_u64;
@@ -240,7 +240,7 @@ fn garbage_in_ones_marks_harms_nobody_else() {
                 let at = start + (random as usize % (nbytes / 4)) * 4;
                 // Small numbers are those that generations have, so this releases its own leases at any moment.
                 let value = if random & 1 << 40 == 0 { (random >> 32) as u32 % 3000 } else { (random >> 32) as u32 };
-                // SAFETY: inside the map's marks, which are mapped, and aligned.
+                // SAFETY: inside the map's flags, which are mapped, and aligned.
                 let word = unsafe { AtomicU32::from_ptr(std::ptr::with_exposed_provenance_mut(at)) };
                 word.store(value, Ordering::Relaxed);
             }
@@ -277,7 +277,7 @@ fn too_many_consumers_and_arenas() {
     let workers: Vec<_> = (0..6).map(|_| Worker::new()).collect();
     let _connected: Vec<_> = (0..16).map(|at| workers[at / 3].connect(&arenas[3])).collect();
     let link = SenderLink::connect(workers[5].endpoint.path(), LIMIT, &[]).unwrap();
-    assert!(matches!(fault(arenas[3].hand_over(&link, LIMIT)), Fault::Consumers { most: 16 }));
+    assert!(matches!(fault(arenas[3].hand_over(&link, LIMIT)), ArenaError::Consumers { most: 16 }));
 }
 
 #[test]
@@ -290,7 +290,7 @@ fn what_is_no_arena_is_refused() {
         file
     };
     let both = SealFlags::SHRINK | SealFlags::GROW;
-    let marks = super::layout::marks_nbytes(10) as u64;
+    let flags = super::layout::flags_nbytes(10) as u64;
     let good = Offer { instance: 7, data_nbytes: 8192, control_nbytes: 4096, num_leases: 10, slot: 0 };
     let refused = |offer: Offer, files: [(u64, SealFlags); 3], wanted: &str| {
         let files = files.map(|(nbytes, seals)| sealed(nbytes, seals));
@@ -300,7 +300,7 @@ fn what_is_no_arena_is_refused() {
         let error = link.offer(offer, &descriptors, LIMIT).unwrap_err().to_string();
         assert!(error.contains(wanted), "{error}");
     };
-    let files = [(8192, both), (4096, both), (marks, both)];
+    let files = [(8192, both), (4096, both), (flags, both)];
     refused(good, files, "its header says something else");
     refused(Offer { num_leases: 0, ..good }, files, "0 leases");
     refused(Offer { num_leases: u32::MAX, ..good }, files, "4294967295 leases");
@@ -311,7 +311,7 @@ fn what_is_no_arena_is_refused() {
     refused(Offer { data_nbytes: 4096, ..good }, files, "data: its file has 8192 bytes, 4096 were named");
     refused(good, [(8192, SealFlags::GROW), files[1], files[2]], "data: it is not sealed against shrinking");
     refused(good, [files[0], (4096, SealFlags::SHRINK), files[2]], "control: it is not sealed");
-    refused(good, [files[0], files[1], (marks, SealFlags::empty())], "marks: it is not sealed");
-    refused(good, [files[0], files[1], (4096, both)], "marks: its file has 4096 bytes");
+    refused(good, [files[0], files[1], (flags, SealFlags::empty())], "flags: it is not sealed");
+    refused(good, [files[0], files[1], (4096, both)], "flags: its file has 4096 bytes");
     assert!(worker.endpoint.arenas().is_empty());
 }

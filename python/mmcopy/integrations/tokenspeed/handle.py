@@ -6,10 +6,9 @@ import atexit
 import contextlib
 import functools
 import math
-import os
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mmcopy._native import Segment, SegmentOwner, sweep, validate_segment_name, write_segment
+from mmcopy._native import Process, Segment, SegmentOwner, sweep, validate_segment_name, write_segment
 from mmcopy.arrays import flatten
 from mmcopy.config import ACCEPT_PREFIXES, check_accepted, default_num_threads
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
@@ -58,7 +57,7 @@ class ShmTensorHandle:
         Raises :class:`NoSpaceError` and the other errors of a failed write, with nothing left behind.
         """
         flat = flatten(tensor)
-        name = _owner(os.getpid(), SHM_DIR).next_name()
+        name = _owner(Process.current(), SHM_DIR).next_name()
         write_segment(SHM_DIR, name, flat.data, num_threads=default_num_threads())
         return cls(name, flat.shape, tensor.dtype)
 
@@ -227,7 +226,7 @@ class ShmTensorHandle:
 
 
 @functools.lru_cache(maxsize=1)
-def _owner(pid: int, shm_dir: str) -> SegmentOwner:  # noqa: ARG001 - a forked process needs one of its own
+def _owner(process: Process, shm_dir: str) -> SegmentOwner:  # noqa: ARG001 - a forked process needs one of its own
     """This process's name on the host, taken with its first segment; what dead senders left is removed then."""
     sweep(shm_dir)
     owner = SegmentOwner(shm_dir)

@@ -157,7 +157,7 @@ class CudaDestination:
         if not plan.copies:
             return _NOTHING
         if len(plan.copies) > 1:
-            self._pool.rouse(len(plan.copies) - 1)  # they wake while the rest is made ready
+            self._pool.wake(len(plan.copies) - 1)  # they wake while the rest is made ready
         return self._pipeline.begin(plan, request, deadline=time.monotonic() + self._timeout_s)
 
     def _send(

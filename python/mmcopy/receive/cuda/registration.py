@@ -94,12 +94,12 @@ _Parts = list[tuple[int, int]]
 class _Registered:
     """An arena and its parts that are registered: none where CUDA refused."""
 
-    __slots__ = ("arena", "data", "gone_behind", "marks")
+    __slots__ = ("arena", "data", "flags", "gone_behind")
 
-    def __init__(self, arena: ArenaMap, data: _Parts, marks: _Parts) -> None:
+    def __init__(self, arena: ArenaMap, data: _Parts, flags: _Parts) -> None:
         self.arena = arena  # keeps the mapping
         self.data = data
-        self.marks = marks
+        self.flags = flags
         self.gone_behind: CopyEvent | None = None
 
     @property
@@ -183,20 +183,20 @@ class ArenaRegistry:
                         error,
                     )
                 return _Registered(arena, [], [])
-            marks: _Parts = []
+            flags: _Parts = []
             try:
                 if data:
-                    marks = self._pin(arena.marks_address, arena.marks_nbytes, _MAPPED)
+                    flags = self._pin(arena.flags_address, arena.flags_nbytes, _MAPPED)
             except runtime.CUDARuntimeError as error:
-                _log.info("%s cannot write the marks of arena %s: %s", self._device, arena.instance_id, error)
-        return _Registered(arena, data, marks)
+                _log.info("%s cannot write the release flags of arena %s: %s", self._device, arena.instance_id, error)
+        return _Registered(arena, data, flags)
 
     def _pin(self, address: int, nbytes: int, flags: int) -> _Parts:
         return register(self.runtime, address, nbytes, flags, should_stop=lambda: self._stopping)
 
     def _unregister(self, known: _Registered) -> None:
-        unregister(self.runtime, [*known.data, *known.marks])
-        known.data, known.marks = [], []
+        unregister(self.runtime, [*known.data, *known.flags])
+        known.data, known.flags = [], []
 
     def _watch(self) -> None:
         seen = 0

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// A failure of an arena.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum ArenaError {
     /// A setting that no arena can have.
     #[error("{setting} is {found}, want {wanted}")]
     Option {

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// A failure of an endpoint or a link.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum EndpointError {
     /// The directory is not one that a socket may be put into.
     #[error("endpoint directory is refused: {reason}")]
     Directory {
@@ -97,7 +97,7 @@ pub enum Fault {
     },
 }
 
-impl Fault {
+impl EndpointError {
     /// The errno and file, for what came from the operating system.
     pub(crate) fn os(&self) -> Option<(i32, &std::path::Path)> {
         match self {
