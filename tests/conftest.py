@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.rigs.shared_memory import shared_files
-from tests.rigs.waiting import settle
+from .rigs.shared_memory import shared_files
+from .rigs.waiting import settle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

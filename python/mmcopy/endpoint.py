@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from mmcopy._native import SenderLink as NativeSenderLink
-from mmcopy._native import WorkerEndpoint as NativeWorkerEndpoint
-
+from ._native import SenderLink as NativeSenderLink
+from ._native import WorkerEndpoint as NativeWorkerEndpoint
 from .config import parse_count, parse_prefixes, parse_seconds
 from .errors import ConfigError, EndpointError
 

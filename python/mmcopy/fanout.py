@@ -18,8 +18,7 @@ import os
 import re
 from dataclasses import replace
 
-from mmcopy._native import unlink_segment
-
+from ._native import unlink_segment
 from .errors import (
     ConfigError,
     MmcopyError,

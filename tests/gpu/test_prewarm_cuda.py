@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mmcopy import Metrics, Readiness, Receiver, prewarm
-from mmcopy.encoders import Shape
 from mmcopy.errors import ConfigError
 from mmcopy.prewarm import PrewarmStatus
+from mmcopy.prewarm.inputs import Shape
 from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.gpu

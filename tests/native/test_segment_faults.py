@@ -17,13 +17,7 @@ import numpy as np
 import pytest
 
 from mmcopy import _native
-from mmcopy.errors import (
-    PayloadError,
-    SegmentError,
-    SegmentNotFoundError,
-    SegmentPermissionError,
-    SegmentSizeError,
-)
+from mmcopy.errors import PayloadError, SegmentError, SegmentNotFoundError, SegmentPermissionError, SegmentSizeError
 
 MIB = 1 << 20
 U64_MAX = 2**64 - 1

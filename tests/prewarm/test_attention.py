@@ -16,14 +16,10 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from mmcopy import PrewarmReport, prewarm
-from mmcopy.encoders import (
-    Shape,
-    Tower,
-    explain_encoder_dtypes,
-    find_towers,
-)
+from mmcopy.encoders import Tower, explain_encoder_dtypes, find_towers
 from mmcopy.prewarm import foresee
 from mmcopy.prewarm.attention import ask_torch, head_size, takes_cudnn
+from mmcopy.prewarm.inputs import Shape
 from tests.rigs.encoder_fakes import PLAIN, Model
 
 CPU = torch.device("cpu")

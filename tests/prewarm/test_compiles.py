@@ -15,15 +15,10 @@ pytest.importorskip("transformers")
 from torch._dynamo.utils import counters
 
 from mmcopy import PrewarmReport, prewarm
-from mmcopy.encoders import (
-    Shape,
-    explain_encoder_dtypes,
-)
-from mmcopy.prewarm import (
-    PrewarmStatus,
-    foresee,
-)
+from mmcopy.encoders import explain_encoder_dtypes
+from mmcopy.prewarm import PrewarmStatus, foresee
 from mmcopy.prewarm.feed import make_tensors
+from mmcopy.prewarm.inputs import Shape
 from tests.rigs.encoder_models import build
 
 LIMIT = 32 * 32

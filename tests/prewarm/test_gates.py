@@ -10,12 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mmcopy import Readiness, prewarm
-from mmcopy.encoders import Noise, Shape
 from mmcopy.errors import ConfigError, DeviceError, UnknownFamilyError
-from mmcopy.prewarm import (
-    PrewarmStatus,
-    plan_shapes,
-)
+from mmcopy.prewarm import PrewarmStatus, plan_shapes
+from mmcopy.prewarm.inputs import Noise, Shape
 from tests.rigs.encoder_fakes import PLAIN, Model, PlainFamily
 
 nn = torch.nn
@@ -181,7 +178,7 @@ def test_sizes_of_the_users_own_replace_the_familys() -> None:
 
 def test_the_plan_is_a_pure_function_of_config_and_options() -> None:
     config = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}}
-    from mmcopy.encoders import family_for
+    from mmcopy.prewarm.inputs import family_for
 
     family = family_for(config)
     plans = [plan_shapes(config, family, ["video", "image"], max_pixels=1 << 20) for _ in range(2)]

@@ -19,14 +19,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # takes seconds the first time, which short deadlines here do not have
 
 from mmcopy import Metrics, PrewarmReport, Readiness, Receiver, prewarm
-from mmcopy.encoders import Shape
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyTimeoutError, PrewarmError
 from mmcopy.metrics import Counter
-from mmcopy.prewarm import (
-    Outcome,
-    PrewarmStatus,
-)
+from mmcopy.prewarm import Outcome, PrewarmStatus
+from mmcopy.prewarm.inputs import Shape
 from mmcopy.prewarm.memory import largest_that_fits
 from mmcopy.prewarm.progress import following
 from mmcopy.prewarm.readiness import ReadinessSnapshot

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from mmcopy.encoders import Config, Family, Input, Noise, Shape
+from mmcopy.prewarm.inputs import Config, Family, Input, Noise, Shape
 
 
 class PlainFamily(Family):

@@ -18,10 +18,10 @@ import numpy as np
 
 from mmcopy.tools.demo.gateway import Worker as Registered
 from mmcopy.tools.process import ChildProcess
-from tests.rigs.smg_gateway import ChatReply, Gateway
 
 from .gateway_pictures import Tensor, png
 from .gateway_worker_process import SERVED_NAME
+from .smg_gateway import ChatReply, Gateway
 from .waiting import settle
 
 SCRIPT = Path(__file__).with_name("gateway_worker_process.py")

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import mmcopy
-from mmcopy.encoders import Shape
 from mmcopy.metrics import Counter
+from mmcopy.prewarm.inputs import Shape
 from mmcopy.prewarm.memory import Meter
 from mmcopy.prewarm.ranks import Ranks
 from mmcopy.prewarm.run import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mmcopy.encoders import Input, Noise
+from .inputs import Input, Noise
 
 if TYPE_CHECKING:
     import torch

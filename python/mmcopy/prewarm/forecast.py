@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmcopy.encoders import Config, Family, Shape
+from .inputs import Config, Family, Shape
 
 __all__ = ["Forecast", "foresee", "outlook", "plan_outlook"]
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mmcopy.encoders import Shape
+from .inputs import Shape
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,10 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from mmcopy.encoders import MODALITIES, Config, Family, Shape
+from mmcopy.encoders import MODALITIES
 from mmcopy.errors import ConfigError
+
+from .inputs import Config, Family, Shape
 
 __all__ = ["Role", "Sizes", "encodes", "parse_role", "parse_shapes", "plan_shapes"]
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmcopy.config import LONGEST_S, parse_count, parse_seconds
-from mmcopy.encoders import Family
 from mmcopy.errors import MmcopyError, MmcopyTimeoutError, PrewarmError, UnknownFamilyError
 from mmcopy.receive.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
 from .compiles import count_graphs, is_compiled, limit_was_hit
+from .inputs import Family
 from .memory import Meter
 from .plan import Role, Sizes, encodes, parse_role, plan_shapes
 from .progress import following

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from mmcopy.encoders import Shape
-
+from .inputs import Shape
 from .readiness import Readiness
 
 __all__ = ["Step", "following"]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmcopy.encoders import Config, Family, Shape
 from mmcopy.errors import ConfigError
 
 from .forecast import Forecast, foresee, outlook, plan_outlook
+from .inputs import Config, Family, Shape
 from .plan import Role
 
 __all__ = ["Outcome", "PrewarmReport", "PrewarmStatus", "ShapeReport"]

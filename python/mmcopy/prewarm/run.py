@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmcopy.encoders import Config, Family, Shape
-
 from .compiles import count_graphs
 from .feed import make_tensors
+from .inputs import Config, Family, Shape
 from .memory import Meter, is_out_of_memory, largest_that_fits
 from .progress import Step
 from .ranks import Ranks

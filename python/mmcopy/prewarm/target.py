@@ -8,18 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmcopy.encoders import (
-    MODALITIES,
-    Config,
-    Family,
-    Tower,
-    as_config,
-    explain_encoder_dtypes,
-    family_for,
-    find_towers,
-)
+from mmcopy.encoders import MODALITIES, Tower, explain_encoder_dtypes, find_towers
 from mmcopy.encoders.towers import spine
 from mmcopy.errors import ConfigError, DeviceError, UnknownFamilyError
+
+from .inputs import Config, Family, as_config, family_for
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +66,7 @@ def choose_target(
     if isinstance(modalities, str) or not isinstance(modalities, (Sequence, type(None))):
         raise ConfigError(f"modalities is {modalities!r}, want some of {', '.join(MODALITIES)}, such as ('image',)")
     if family is not None and not isinstance(family, Family):
-        raise ConfigError(f"family is {family!r}, want an object of a subclass of mmcopy.encoders.Family")
+        raise ConfigError(f"family is {family!r}, want an object of a subclass of mmcopy.prewarm.inputs.Family")
     unknown = [name for name in modalities or () if name not in MODALITIES]
     if unknown:
         raise ConfigError(f"modality {unknown[0]!r}: want some of {', '.join(MODALITIES)}")
@@ -94,7 +87,7 @@ def choose_target(
     if missing and modalities is not None:
         raise UnknownFamilyError(
             f"{type(family).__name__} has no warm-up inputs for {missing[0]}, only for {', '.join(family.modalities)}; "
-            "mmcopy.encoders.register_family() takes one that has"
+            "mmcopy.prewarm.inputs.register_family() takes one that has"
         )
     if missing:
         warnings.append(f"{', '.join(missing)} is not warmed: {type(family).__name__} has no inputs for it")
@@ -117,7 +110,7 @@ def _config_of(model: nn.Module) -> Any:
             return config
     raise UnknownFamilyError(
         f"{type(model).__name__} has no config with a model_type: give config=, for example what config.json has, and "
-        "for a model that mmcopy does not know a family by mmcopy.encoders.register_family()"
+        "for a model that mmcopy does not know a family by mmcopy.prewarm.inputs.register_family()"
     )
 
 

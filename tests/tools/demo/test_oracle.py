@@ -13,14 +13,7 @@ import pytest
 from mmcopy.tools.demo import expected
 from mmcopy.tools.demo.expected import ENCODER_DTYPES, rounded
 from mmcopy.tools.demo.families import FAMILIES, RECOMPUTED
-from tests.rigs.oracle import (
-    channel_tables,
-    encoder_input,
-    expected_tensors,
-    kept_size,
-    normalised,
-    side_tensors,
-)
+from tests.rigs.oracle import channel_tables, encoder_input, expected_tensors, kept_size, normalised, side_tensors
 from tests.rigs.oracle_families import PREPROCESSING, Arithmetic, Layout
 
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8}

@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmcopy import prewarm
-from mmcopy.encoders import Shape, as_config, encoder_dtypes, explain_encoder_dtypes, family_for
+from mmcopy.encoders import encoder_dtypes, explain_encoder_dtypes
 from mmcopy.errors import ConfigError, MmcopyError
 from mmcopy.prewarm import parse_shapes
 from mmcopy.prewarm.build import build_encoders, has_weights, load_encoders, read_config
 from mmcopy.prewarm.compiles import count_graphs
 from mmcopy.prewarm.feed import make_tensors
+from mmcopy.prewarm.inputs import Shape, as_config, family_for
 from mmcopy.prewarm.target import parse_device
 from mmcopy.receive.receiver import Receiver
 

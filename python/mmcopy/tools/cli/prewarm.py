@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parse(modality: str, texts: list[str]) -> list[list[list[int]]]:
     """``["1024x1024", "512x512+512x768"]`` as the sizes of one encode each. Raises :class:`ConfigError`."""
-    from mmcopy.encoders import Shape
+    from mmcopy.prewarm.inputs import Shape
 
     entries = []
     for text in texts:

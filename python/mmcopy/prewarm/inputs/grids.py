@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmcopy.encoders.family import Config, Family, Input, Noise, Shape, Values, audio_of, number, vision_of
 from mmcopy.errors import ConfigError
+
+from .family import Config, Family, Input, Noise, Shape, Values, audio_of, number, vision_of
 
 __all__ = [
     "Glm4v",

@@ -1,9 +1,8 @@
-"""The families that come with mmcopy, one file a kind of input."""
+"""The families that come with mmcopy, one file per kind of input."""
 
 from __future__ import annotations
 
-from mmcopy.encoders.family import Family
-
+from .family import Family
 from .gemma4 import Gemma4
 from .grids import Glm4v, Qwen25Omni, Qwen25Vl, QwenOmni, QwenVl
 from .llava import Llava, LlavaNext, LlavaOnevision

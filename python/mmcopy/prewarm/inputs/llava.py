@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmcopy.encoders.family import Config, Input, Noise, Shape, Values, number, vision_of
 from mmcopy.errors import ConfigError
 
+from .family import Config, Input, Noise, Shape, Values, number, vision_of
 from .pixtral import PixtralFamily
 from .tiles import SquareFamily
 

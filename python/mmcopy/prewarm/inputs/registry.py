@@ -22,7 +22,9 @@ def register_family(family: Family) -> None:
     Raises :class:`ConfigError` when it names none, and for what is no family. May be called from any thread.
     """
     if not isinstance(family, Family):
-        raise ConfigError(f"register_family got {family!r}, want an object of a subclass of mmcopy.encoders.Family")
+        raise ConfigError(
+            f"register_family got {family!r}, want an object of a subclass of mmcopy.prewarm.inputs.Family"
+        )
     if not getattr(family, "model_types", ()):
         raise ConfigError(f"{type(family).__name__}.model_types is empty: which models is it for?")
     names: object = family.model_types
@@ -43,7 +45,7 @@ def family_for(config: Config) -> Family:
             return _by_type[name]
     raise UnknownFamilyError(
         f"no warm-up inputs are known for model_type {names[0]!r}; known: {', '.join(sorted(_by_type))}. "
-        "Write a mmcopy.encoders.Family for it and hand it to mmcopy.encoders.register_family()"
+        "Write a mmcopy.prewarm.inputs.Family for it and hand it to mmcopy.prewarm.inputs.register_family()"
     )
 
 

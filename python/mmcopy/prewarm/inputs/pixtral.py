@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmcopy.encoders.family import Config, Family, Input, Noise, Shape, Values, number, vision_of
 from mmcopy.errors import ConfigError
 
+from .family import Config, Family, Input, Noise, Shape, Values, number, vision_of
 from .grids import default_shapes, fit_to_patches
 
 __all__ = ["Mistral3", "PixtralFamily"]

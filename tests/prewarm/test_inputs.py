@@ -15,20 +15,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mmcopy import encoder_dtypes
-from mmcopy.encoders import (
-    Family,
-    Noise,
-    Shape,
-    Values,
-    as_config,
-    explain_encoder_dtypes,
-    families,
-    family_for,
-    register_family,
-)
-from mmcopy.encoders.families.tiles import best_grid
-from mmcopy.encoders.registry import _by_type
+from mmcopy.encoders import explain_encoder_dtypes
 from mmcopy.errors import ConfigError, UnknownFamilyError
+from mmcopy.prewarm.inputs import Family, Noise, Shape, Values, as_config, families, family_for, register_family
+from mmcopy.prewarm.inputs.registry import _by_type
+from mmcopy.prewarm.inputs.tiles import best_grid
 from tests.rigs.encoder_models import BUILDERS, build
 
 LIMIT = 64 * 64
@@ -335,7 +326,7 @@ def test_users_add_a_family_with_one_function() -> None:
 
 def test_descriptions_need_no_torch() -> None:
     script = (
-        "import sys\nsys.modules['torch'] = None\nfrom mmcopy.encoders import Shape, family_for\n"
+        "import sys\nsys.modules['torch'] = None\nfrom mmcopy.prewarm.inputs import Shape, family_for\n"
         "config = {'model_type': 'qwen3_vl', 'vision_config': {'patch_size': 16}}\n"
         "family = family_for(config)\n"
         "print(family.inputs(config, family.fit(config, Shape('image', ((480, 640),))))['pixel_values'].shape)"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmcopy.encoders.family import Config, Family, Input, Noise, Shape, Values, number, vision_of
+from .family import Config, Family, Input, Noise, Shape, Values, number, vision_of
 
 __all__ = ["Gemma4"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mmcopy.encoders.family import Config, Family, Input, Noise, Shape, number, vision_of
 from mmcopy.encoders.towers import find_towers
 from mmcopy.errors import ConfigError
+
+from .family import Config, Family, Input, Noise, Shape, number, vision_of
 
 __all__ = ["InternVl", "Llama4", "SquareFamily", "TileFamily", "best_grid"]
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmcopy.encoders.family import Config, Input, Noise, Shape, Values, audio_of, number, vision_of
 from mmcopy.errors import ConfigError
 
+from .family import Config, Input, Noise, Shape, Values, audio_of, number, vision_of
 from .tiles import TileFamily
 
 __all__ = ["Phi3V", "Phi4Multimodal"]

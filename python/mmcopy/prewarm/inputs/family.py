@@ -139,7 +139,7 @@ class Family(ABC):
     def encode(self, model: Any, modality: str, tensors: Mapping[str, Any]) -> Any:
         """Run the encoder the way the model itself does: by its ``get_image_features`` and the like, found at any
         level; a tower by itself, or a model without those methods, gets the tensors as positional arguments."""
-        from .towers import find_towers, spine
+        from mmcopy.encoders.towers import find_towers, spine
 
         for module in spine(model):
             method = getattr(module, f"get_{modality}_features", None)
