@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from mmcopy import Metrics, Readiness, Receiver, prewarm
+from mmcopy import Metrics, Readiness, Receiver
 from mmcopy.errors import ConfigError
 from mmcopy.prewarm import PrewarmStatus
 from mmcopy.prewarm.inputs import Shape
 from tests.rigs.waiting import settle
+from tests.rigs.warming import warm_with
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +41,7 @@ def fakes(torch: Any) -> Any:
 
 
 def warm(model: Any, fakes: Any, **options: Any) -> Any:
-    return prewarm(model.to("cuda:0"), **{"role": "encode", "device": "cuda:0", "family": fakes.PLAIN, **options})
+    return warm_with(model.to("cuda:0"), **{"role": "encode", "device": "cuda:0", "family": fakes.PLAIN, **options})
 
 
 def taking(torch: Any, bytes_per_pixel: int) -> Callable[[Any], object]:
@@ -134,7 +135,7 @@ def test_a_full_device_is_told(torch: Any, fakes: Any) -> None:
 
 def test_a_model_on_the_host_is_an_error(torch: Any, fakes: Any) -> None:
     with pytest.raises(ConfigError, match="the image encoder visual is on cpu, device is cuda:0"):
-        prewarm(fakes.Model(), role="encode", device="cuda:0", family=fakes.PLAIN)
+        warm_with(fakes.Model(), role="encode", device="cuda:0", family=fakes.PLAIN)
 
 
 # ---- transport and compilers -----------------------------------------------
@@ -158,7 +159,7 @@ def test_real_towers_encode_on_the_gpu(torch: Any) -> None:
         # 5.17 raises for the videos of these two.
         modalities = ["image"] if is_old and name in ("kimi_k25", "gemma4") else None
         model = build(name, torch.bfloat16).to("cuda:0")
-        report = prewarm(
+        report = warm_with(
             model, role="encode", device="cuda:0", max_pixels=64 * 64, deadline_s=60, modalities=modalities
         )
         assert report.status is PrewarmStatus.WARM, (name, report.reason)
@@ -193,7 +194,7 @@ def test_cudnns_attention_is_told_where_torch_takes_it(torch: Any, allowed: bool
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
         model = build("qwen3_vl", torch.bfloat16).to("cuda:0")
-        report = prewarm(
+        report = warm_with(
             model, role="encode", device="cuda:0", sizes={"image": [(32, 32), (24, 16)]}, modalities=["image"],
             required=True,
         )  # fmt: skip
@@ -220,7 +221,7 @@ def test_what_inductor_compiled_on_the_prewarms_thread_serves_this_one(torch: An
     model = build("qwen3_vl", torch.bfloat16).to("cuda:0")
     for block in model.model.visual.blocks:
         block.compile()
-    report = prewarm(
+    report = warm_with(
         model, role="encode", device="cuda:0", sizes={"image": [(32, 32), (24, 16)]}, modalities=["image"],
         required=True, deadline_s=150,
     )  # fmt: skip

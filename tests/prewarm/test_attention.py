@@ -15,12 +15,13 @@ torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from mmcopy import PrewarmReport, prewarm
+from mmcopy import PrewarmReport
 from mmcopy.encoders import Tower, explain_encoder_dtypes, find_towers
 from mmcopy.prewarm import foresee
 from mmcopy.prewarm.attention import ask_torch, head_size, takes_cudnn
 from mmcopy.prewarm.inputs import Shape
 from tests.rigs.encoder_fakes import PLAIN, Model
+from tests.rigs.warming import warm_with
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:0")
@@ -55,7 +56,7 @@ def test_the_head_size_is_that_of_the_real_towers_attention(name: str) -> None:
     modalities = [each for each in ("image", "audio") if answers[each].dtype]
     for modality in modalities:
         with HeadSizes() as heads:  # a mode belongs to a thread, so all of it is on this one
-            report = prewarm(
+            report = warm_with(
                 model, role="encode", device="cpu", modalities=[modality], max_pixels=32 * 32, deadline_s=None,
                 required=True,
             )  # fmt: skip
@@ -145,7 +146,7 @@ def test_an_unknown_head_size_is_unknown() -> None:
 
 def warm(**options: Any) -> PrewarmReport:
     sizes = {"image": [(8, 8), (8, 16)]}
-    return prewarm(Model(), role="encode", device="cpu", family=PLAIN, sizes=sizes, **options)
+    return warm_with(Model(), role="encode", device="cpu", family=PLAIN, sizes=sizes, **options)
 
 
 def test_a_cpus_report_says_nothing_of_plans() -> None:

@@ -10,12 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mmcopy import encoder_dtypes, prewarm
+from mmcopy import encoder_dtypes
 from mmcopy.encoders import Tower, find_towers
 from mmcopy.errors import ConfigError
 from mmcopy.prewarm import PrewarmStatus
 from mmcopy.prewarm.build import build_encoders, has_weights, load_encoders, read_config
 from tests.rigs.encoder_models import BUILDERS, build
+from tests.rigs.warming import warm_with
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def test_encoders_of_a_config_work_and_the_language_model_takes_no_memory(name: 
             assert torch.equal(buffer, buffers[f"{tower.path}.{path}"]), path
     assert any(parameter.is_meta for parameter in model.parameters())
     assert encoder_dtypes(model) == encoder_dtypes(real)
-    report = prewarm(model, role="encode", device="cpu", max_pixels=32 * 32, required=True, progress=False)
+    report = warm_with(model, role="encode", device="cpu", max_pixels=32 * 32, required=True, progress=False)
     assert report.status is PrewarmStatus.WARM
 
 

@@ -14,12 +14,13 @@ pytest.importorskip("transformers")
 
 from torch._dynamo.utils import counters
 
-from mmcopy import PrewarmReport, prewarm
+from mmcopy import PrewarmReport
 from mmcopy.encoders import explain_encoder_dtypes
 from mmcopy.prewarm import PrewarmStatus, foresee
 from mmcopy.prewarm.feed import make_tensors
 from mmcopy.prewarm.inputs import Shape
 from tests.rigs.encoder_models import build
+from tests.rigs.warming import warm_with
 
 LIMIT = 32 * 32
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def compiled(name: str, scope: str = "blocks", attention: str | None = None) -> 
 
 def warm(model: Any, **options: Any) -> PrewarmReport:
     options = {"modalities": ["image"], "max_pixels": LIMIT, "required": True, **options}
-    return prewarm(model, role="aggregated", device="cpu", **options)
+    return warm_with(model, role="aggregated", device="cpu", **options)
 
 
 def encode(report: PrewarmReport, model: Any, shape: Shape) -> int:

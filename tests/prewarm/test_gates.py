@@ -9,17 +9,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mmcopy import Readiness, prewarm
+from mmcopy import Readiness
 from mmcopy.errors import ConfigError, DeviceError, UnknownFamilyError
 from mmcopy.prewarm import PrewarmStatus, plan_shapes
 from mmcopy.prewarm.inputs import Noise, Shape
 from tests.rigs.encoder_fakes import PLAIN, Model, PlainFamily
+from tests.rigs.warming import warm_with
 
 nn = torch.nn
 
 
 def warm(model: Any, **options: Any) -> Any:
-    return prewarm(model, **{"role": "aggregated", "device": "cpu", "family": PLAIN, **options})
+    return warm_with(model, **{"role": "aggregated", "device": "cpu", "family": PLAIN, **options})
 
 
 @pytest.mark.parametrize(("role", "encodes"), [("aggregated", 3), ("prefill", 3), ("encode", 3), ("decode", 0)])

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.utils")  # takes seconds the first time, which short deadlines here do not have
 
-from mmcopy import Metrics, PrewarmReport, Readiness, Receiver, prewarm
+from mmcopy import Metrics, PrewarmReport, Readiness, Receiver
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyTimeoutError, PrewarmError
 from mmcopy.metrics import Counter
@@ -29,10 +29,11 @@ from mmcopy.prewarm.progress import following
 from mmcopy.prewarm.readiness import ReadinessSnapshot
 from tests.rigs.encoder_fakes import PLAIN, Model
 from tests.rigs.waiting import settle
+from tests.rigs.warming import warm_with
 
 
 def warm(model: Any, **options: Any) -> Any:
-    return prewarm(model, **{"role": "aggregated", "device": "cpu", "family": PLAIN, **options})
+    return warm_with(model, **{"role": "aggregated", "device": "cpu", "family": PLAIN, **options})
 
 
 @pytest.fixture
@@ -391,9 +392,9 @@ def test_a_receiver_that_cannot_is_a_warning(shm_dir: pathlib.Path) -> None:
 SCRIPT = """
 import logging
 from tests.rigs.encoder_fakes import PLAIN, Model
-import mmcopy
+from tests.rigs.warming import warm_with
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-mmcopy.prewarm(Model(), role="aggregated", device="cpu", family=PLAIN)
+warm_with(Model(), role="aggregated", device="cpu", family=PLAIN)
 """
 
 

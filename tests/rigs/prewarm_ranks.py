@@ -23,6 +23,7 @@ from mmcopy.prewarm.ranks import Ranks
 from mmcopy.prewarm.run import Job
 
 from .encoder_fakes import PLAIN, Model
+from .warming import warm_with
 
 WORLD = 2
 SCENARIOS = (
@@ -65,7 +66,7 @@ def warm(scenario: str, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"scenario": scenario}
     receiver = mmcopy.Receiver("cpu", group=dist.group.WORLD) if scenario == "receives" else None
     try:
-        report = mmcopy.prewarm(
+        report = warm_with(
             model,
             role="decode" if scenario == "decodes" and rank else "aggregated",
             repeats=2 if scenario == "repeats" and rank else 1,
@@ -126,7 +127,7 @@ def come_late(rank: int) -> dict[str, Any]:
         if rank:
             dist.barrier()
         model = Model()
-        report = mmcopy.prewarm(model, receiver=receiver, deadline_s=60 if rank else 1, **options)
+        report = warm_with(model, receiver=receiver, deadline_s=60 if rank else 1, **options)
         if not rank:
             dist.barrier()
         dist.barrier()

@@ -11,6 +11,7 @@ Importing this package needs neither torch nor transformers.
 from __future__ import annotations
 
 from .forecast import Forecast, foresee
+from .options import PrewarmOptions
 from .plan import Role, Sizes, parse_shapes, plan_shapes
 from .prewarm import prewarm
 from .report import Outcome, PrewarmReport, PrewarmStatus, ShapeReport
@@ -18,6 +19,7 @@ from .report import Outcome, PrewarmReport, PrewarmStatus, ShapeReport
 __all__ = [
     "Forecast",
     "Outcome",
+    "PrewarmOptions",
     "PrewarmReport",
     "PrewarmStatus",
     "Role",

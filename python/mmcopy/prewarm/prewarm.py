@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mmcopy.config import LONGEST_S, parse_count, parse_seconds
+from mmcopy.config import LONGEST_S
 from mmcopy.errors import MmcopyError, MmcopyTimeoutError, PrewarmError, UnknownFamilyError
 from mmcopy.receive.receiver import Receiver
 
 from .attention import attention_of, takes_cudnn
 from .compiles import count_graphs, is_compiled, limit_was_hit
-from .inputs import Family
 from .memory import Meter
-from .plan import Role, Sizes, encodes, parse_role, plan_shapes
+from .options import PrewarmOptions
+from .plan import Role, encodes, parse_role, plan_shapes
 from .progress import following
 from .ranks import Ranks
 from .readiness import Readiness
@@ -40,22 +40,12 @@ def prewarm(
     *,
     role: Role | str,
     device: Any,
-    modalities: Sequence[str] | None = None,
-    sizes: Sizes | None = None,
-    max_pixels: int | None = None,
-    deadline_s: float | None = 300.0,
-    required: bool = False,
-    stream: torch.cuda.Stream | None = None,
-    repeats: int = 1,
-    config: Any = None,
-    family: Family | None = None,
-    encode: Callable[[str, Mapping[str, torch.Tensor]], Any] | None = None,
+    options: PrewarmOptions | None = None,
     receiver: Receiver | None = None,
     group: Any = None,
     device_group: Any = None,
     readiness: Readiness | None = None,
     before_ready: Callable[[PrewarmReport], object] | None = None,
-    progress: bool = True,
 ) -> PrewarmReport:
     """Run every encoder of ``model`` on a set of shapes, so that the first user does not wait for it.
 
@@ -66,61 +56,46 @@ def prewarm(
     several pictures at once, a short video, the smallest, and the largest that the memory left has room for, which is
     estimated from the others and halved when it was not enough.
 
-    Blocks until that is done, or until ``deadline_s`` has passed. An encode cannot be interrupted: it runs on a
-    thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while it
-    still hangs ends cleanly by ``os._exit`` alone. On a GPU each shape is encoded once more on the caller's thread:
-    serve from that one, since cuDNN's attention has plans for each thread (``report.cudnn_attention``). None: no limit,
-    all on the caller's own thread, for what belongs to a thread altogether, such as the CUDA graphs of
-    ``mode="reduce-overhead"`` (with ``repeats=3``).
+    Args:
+        model: Any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.
+        role: Aggregated, prefill and encode workers are warmed; a decode worker is not, and the report says so.
+        device: ``"cpu"`` or ``"cuda:N"``.
+        options: Shapes, limits and hooks; None: the defaults of :class:`PrewarmOptions`.
+        receiver: Is warmed too, by small tensors from segments and messages (they count in its metrics).
+        group: A gloo group of the tensor-parallel ranks. All of them call; they agree on the shapes first, encode the
+            same ones in the same order, and go smaller together; a rank that encodes nothing, or cannot, meets the
+            others first.
+        device_group: The ranks' group for tensors; gets a broadcast.
+        readiness: Is warming meanwhile, then ready or failed; failed for every exception that is raised here, too.
+        before_ready: Called with the report when all has ended well enough, before ``readiness`` is ready: size the KV
+            cache there. What the encoders need is allocated by then.
 
-    model: any ``torch.nn.Module`` with encoders, on ``device``; see :func:`mmcopy.encoder_dtypes`.
-    role: aggregated, prefill and encode workers are warmed; a decode worker is not, and the report says so.
-    device: ``"cpu"`` or ``"cuda:N"``. modalities: some of image, video, audio; all that the model has; () for none.
-    sizes: by modality, instead of the family's shapes: ``{"image": [(1024, 1024), [(512, 512), (768, 512)]],
-        "video": [(8, 448, 448)]}``, one encode an entry. max_pixels: the preprocessor's limit for one picture.
-    required: raise, and let ``readiness`` fail, when not every shape could be encoded. Otherwise the worker becomes
-        ready with a warning.
-    stream: where the encodes run; the caller's current one. The device is idle afterwards: any stream may follow.
-    repeats: encodes of each shape. progress: a bar, when stderr is a terminal and rich is installed.
-    config, family: for a model without ``config``, or that mmcopy does not know. encode: called with the modality and
-        the tensors by name, instead of the model's ``get_image_features`` and the like.
-    receiver: is warmed too, by small tensors from segments and messages (they count in its metrics).
-    group: a gloo group of the tensor-parallel ranks. All of them call; they agree on the shapes first, encode the
-        same ones in the same order, and go smaller together; one that encodes nothing, or cannot, meets the others
-        first. device_group: their group for tensors; gets a broadcast.
-    readiness: is warming meanwhile, then ready or failed; failed for every exception that is raised here, too.
-    before_ready: called with the report when all has ended well enough, before ``readiness`` is ready: size the KV
-        cache there. What the encoders need is allocated by then.
+    Raises:
+        ConfigError, DeviceError: options, sizes or a device that cannot be.
+        MmcopyTimeoutError (``what`` is "prewarm"), PrewarmError: it is required and was not done; the report is in
+            ``report``, the encoder's exception in ``__cause__``. PrewarmError also when ranks disagree.
 
-    Raises :class:`ConfigError` for options and sizes that cannot be, :class:`DeviceError`;
-    :class:`MmcopyTimeoutError` (``what`` is "prewarm") or :class:`PrewarmError` when it is required and was not done,
-    with the report in ``report`` and the encoder's exception as ``__cause__``; :class:`PrewarmError` also when ranks
-    disagree.
+    Blocking: until that is done, or until ``options.deadline_s`` has passed. An encode cannot be interrupted: it runs
+    on a thread of its own, and one that hangs is left behind there, with its memory; a process that wants to end while
+    it still hangs ends cleanly by ``os._exit`` alone. On a GPU each shape is encoded once more on the caller's thread:
+    serve from that one, since cuDNN's attention has plans for each thread (``report.cudnn_attention``).
     """
+    options = options or PrewarmOptions()
     readiness = readiness or Readiness()
     try:
+        options = options.checked()
         report = _prewarm(
             model,
+            options,
             role=parse_role(role),
             device=device,
-            modalities=modalities,
-            sizes=sizes,
-            max_pixels=None if max_pixels is None else parse_count(max_pixels, setting="prewarm max_pixels"),
-            deadline_s=None if deadline_s is None else parse_seconds(deadline_s, setting="prewarm deadline_s"),
-            required=required,
-            stream=stream,
-            repeats=parse_count(repeats, setting="prewarm repeats"),
-            config=config,
-            family=family,
-            encode=encode,
             receiver=receiver,
             group=group,
             device_group=device_group,
             readiness=readiness,
-            progress=progress,
         )
         if report.status is PrewarmStatus.INCOMPLETE:
-            if required:
+            if options.required:
                 late = report.error is None or any(each.outcome is Outcome.HUNG for each in report.shapes)
                 failed = (
                     MmcopyTimeoutError("prewarm", str(report).removeprefix("prewarm of "))
@@ -145,26 +120,17 @@ def prewarm(
 
 def _prewarm(
     model: nn.Module,
+    options: PrewarmOptions,
     *,
     role: Role,
     device: Any,
-    modalities: Sequence[str] | None,
-    sizes: Sizes | None,
-    max_pixels: int | None,
-    deadline_s: float | None,
-    required: bool,
-    stream: Any,
-    repeats: int,
-    config: Any,
-    family: Family | None,
-    encode: Any,
     receiver: Receiver | None,
     group: Any,
     device_group: Any,
     readiness: Readiness,
-    progress: bool,
 ) -> PrewarmReport:
     started = time.monotonic()
+    deadline_s = options.deadline_s
     deadline = started + (deadline_s if deadline_s is not None else LONGEST_S)
     nothing = PrewarmReport(status=PrewarmStatus.SKIPPED, reason="", role=role, device=str(device))
     ranks = Ranks(group)
@@ -177,13 +143,17 @@ def _prewarm(
         if not encodes(role):
             raise NothingToWarm(f"a {role} worker encodes nothing")
         where = parse_device(device)
-        target = choose_target(model, device=where, modalities=modalities, config=config, family=family)
-        plan = plan_shapes(target.config, target.family, target.modalities, sizes=sizes, max_pixels=max_pixels)
+        target = choose_target(
+            model, device=where, modalities=options.modalities, config=options.config, family=options.family
+        )
+        plan = plan_shapes(
+            target.config, target.family, target.modalities, sizes=options.sizes, max_pixels=options.max_pixels
+        )
     except NothingToWarm as why:
         tell(f"nothing: {why}")
         return replace(nothing, reason=str(why))
     except Exception as error:
-        if isinstance(error, UnknownFamilyError) and not required and modalities is None:
+        if isinstance(error, UnknownFamilyError) and not options.required and options.modalities is None:
             tell(f"nothing: {error}")
             return replace(nothing, reason=str(error), warnings=[f"the encoders are not warmed: {error}"])
         with contextlib.suppress(Exception):  # that they differ is the smaller news here
@@ -209,19 +179,19 @@ def _prewarm(
         return target.family.encode(model, modality, tensors)
 
     graphs, given_up = count_graphs(), limit_was_hit()
-    with following(readiness, len(plan), bar=progress and ranks.rank == 0) as step:
+    with following(readiness, len(plan), bar=options.progress and ranks.rank == 0) as step:
         job = Job(
             family=target.family,
             config=target.config,
             plan=plan,
             dtypes=target.dtypes,
             device=where,
-            stream=_stream(where, stream),
-            encode=encode or run_encoder,
+            stream=_stream(where, options.stream),
+            encode=options.encode or run_encoder,
             ranks=ranks,
             meter=meter,
             deadline=deadline,
-            repeats=repeats,
+            repeats=options.repeats,
             step=step,
             prepare=prepare,
             agreed=[
@@ -229,7 +199,7 @@ def _prewarm(
                 type(target.family).__name__,
                 str(dict(target.dtypes)),
                 *map(str, plan),
-                f"repeats {repeats}",
+                f"repeats {options.repeats}",
             ],
         )
         shapes = run_job(job, timeout_s=deadline_s)

@@ -24,7 +24,7 @@ from typing import Any
 from mmcopy import prewarm
 from mmcopy.encoders import encoder_dtypes, explain_encoder_dtypes
 from mmcopy.errors import ConfigError, MmcopyError
-from mmcopy.prewarm import parse_shapes
+from mmcopy.prewarm import PrewarmOptions, parse_shapes
 from mmcopy.prewarm.build import build_encoders, has_weights, load_encoders, read_config
 from mmcopy.prewarm.compiles import count_graphs
 from mmcopy.prewarm.feed import make_tensors
@@ -186,10 +186,12 @@ def measure_warm(spec: Spec) -> dict[str, Any]:
             bench.model,
             role=spec.role,
             device=spec.device,
-            modalities=spec.modalities,
-            sizes=parse_shapes(spec.sizes),
-            max_pixels=spec.max_pixels,
-            deadline_s=spec.deadline_s,
+            options=PrewarmOptions(
+                modalities=spec.modalities,
+                sizes=parse_shapes(spec.sizes),
+                max_pixels=spec.max_pixels,
+                deadline_s=spec.deadline_s,
+            ),
             receiver=receiver,
         )
     shapes = list(report.warmed)
