@@ -15,6 +15,7 @@ status=0
 step() { # NAME SECONDS COMMAND...: its output to OUT_FOLDER/NAME.log and the end of it to the screen
     local name=$1 limit=$2 t0=$SECONDS
     shift 2
+    [[ " ${STEPS:-$name} " == *" $name "* ]] || return 0
     echo "== $name: $*"
     timeout "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 60
     local rc=${PIPESTATUS[0]}
