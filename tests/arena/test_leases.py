@@ -26,7 +26,8 @@ from mmcopy.errors import (
 )
 from mmcopy.metrics import Counter
 from mmcopy.receive.request import RequestOpener
-from tests.rigs.lease_side import MIB, Side, is_empty, random_bytes, sender, side, sockets, statistics
+from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.lease_side import Side, is_empty, sender, side, sockets, statistics
 from tests.rigs.waiting import settle
 
 __all__ = ["sender", "side", "sockets"]  # fixtures

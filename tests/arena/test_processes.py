@@ -15,7 +15,8 @@ import pytest
 from mmcopy import _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import ArenaError, EndpointGoneError, EndpointRefusedError, MmcopyTimeoutError
-from tests.rigs.arena_rig import LIMIT_S, MIB, Handle, Process, Worker, connect, handle_of, pattern, send
+from tests.rigs.arena_rig import LIMIT_S, Handle, Process, Worker, connect, handle_of, send
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -209,7 +210,7 @@ def test_a_worker_that_is_stopped_reaches_the_limit(start: Start, tmp_path: path
     assert settle(lambda: worker.ask("arenas") == 0)
     slot, link = connect(arena, path)
     assert slot == 0
-    assert worker.ask("receive", handle=send(arena, pattern(10, 1), [slot]), nbytes=10, seed=1)
+    assert worker.ask("receive", handle=send(arena, random_bytes(10, 1).tobytes(), [slot]), nbytes=10, seed=1)
     link.close()
     arena.close(LIMIT_S)
     assert worker.end() == 0
@@ -238,7 +239,7 @@ def test_workers_that_die_under_load(start: Start, tmp_path: pathlib.Path) -> No
                 if chance.random() < 0.1:
                     del writer  # forgotten
                     continue
-                writer.write(pattern(nbytes, seed))
+                writer.write(random_bytes(nbytes, seed).tobytes())
                 writer.commit()
                 try:
                     receive(at, handle_of(writer), nbytes, seed)
@@ -285,9 +286,9 @@ def test_many_leases_cost_no_descriptors(tmp_path: pathlib.Path) -> None:
     with Worker(tmp_path / "run") as worker:
         slot, link = connect(arena, worker.path)
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-        leases = [worker.claim(send(arena, pattern(100, seed), [slot])) for seed in range(500)]
+        leases = [worker.claim(send(arena, random_bytes(100, seed).tobytes(), [slot])) for seed in range(500)]
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-        assert all(bytes(lease) == pattern(100, seed) for seed, lease in enumerate(leases))
+        assert all(bytes(lease) == random_bytes(100, seed).tobytes() for seed, lease in enumerate(leases))
         del leases
         link.close()
     arena.close(LIMIT_S)
@@ -313,7 +314,7 @@ def test_a_worker_short_of_descriptors_says_so(tmp_path: pathlib.Path, start: St
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
     assert settle(lambda: len(os.listdir(f"/proc/{pid}/fd")) == in_use - 1)  # noqa: PTH208
     slot, link = connect(arena, path)
-    handle = send(arena, pattern(10, 1), [slot])
+    handle = send(arena, random_bytes(10, 1).tobytes(), [slot])
     assert worker.ask("receive", handle=handle, nbytes=10, seed=1)
     link.close()
     arena.close(LIMIT_S)
@@ -353,7 +354,7 @@ def test_a_worker_of_another_user_gets_the_arena_by_descriptor(tmp_path: pathlib
             settle(handle_file.exists)
             name, offset, nbytes, owner_id = handle_file.read_text().split()
             lease = found.claim(name, int(offset), int(nbytes), owner_id)
-            good = bytes(lease) == pattern(1000, 1) and lease.release()
+            good = bytes(lease) == random_bytes(1000, 1).tobytes() and lease.release()
             handle_file.unlink()
             endpoint.close()
             os.rmdir(directory)  # noqa: PTH106
@@ -366,7 +367,7 @@ def test_a_worker_of_another_user_gets_the_arena_by_descriptor(tmp_path: pathlib
     arena = _native.Arena(MIB)
     with SenderLink.connect(path, timeout_s=LIMIT_S, allowed_uids=[65534]) as link:
         slot = arena.hand_over(link.native, timeout_s=LIMIT_S)
-        handle = send(arena, pattern(1000, 1), [slot])
+        handle = send(arena, random_bytes(1000, 1).tobytes(), [slot])
         new = pathlib.Path(directory) / "new"
         new.write_text(" ".join(map(str, handle)))
         os.chown(new, 65534, 65534)

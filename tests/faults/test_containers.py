@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rigs.fault_rig import MIB, House, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import House, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

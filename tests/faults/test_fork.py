@@ -19,7 +19,8 @@ from mmcopy import Sender as PlainSender
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import ClosedError
 from mmcopy.send.leases import StreamingSend
-from tests.rigs.fault_rig import LIMIT_S, MIB, Failed, House, Sender, Worker, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import LIMIT_S, Failed, House, Sender, Worker, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.fault_rig import LIMIT_S, MIB, Failed, Gone, House, Sender, Told, Worker, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, House, Sender, Told, Worker, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

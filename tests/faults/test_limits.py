@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from tests.rigs.fault_rig import MIB, House, Sender, Worker, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import House, Sender, Worker, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

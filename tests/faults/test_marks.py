@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.rigs.fault_rig import MIB, Failed, House, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import Failed, House, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

@@ -10,7 +10,8 @@ from collections import Counter
 
 import pytest
 
-from tests.rigs.fault_rig import LIMIT_S, MIB, Failed, Gone, House, Process, Sender, Told, Worker, house
+from tests.rigs.arrays import MIB
+from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, House, Process, Sender, Told, Worker, house
 from tests.rigs.waiting import settle
 
 __all__ = ["house"]

@@ -37,13 +37,13 @@ from mmcopy.receive.plan import place
 from mmcopy.receive.request import RequestOpener
 from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.waiting import settle
 
-from .test_receiver_cuda import copy_stream_of, destination, hold, random_bytes, raw
+from .test_receiver_cuda import copy_stream_of, destination, hold, raw
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1 << 20
 EDGES = [1, 255, 256, 257, 65536, MIB - 1, MIB + 1, 9 * MIB + 5, 33 * MIB]
 ALWAYS = TransportConfig(mode="auto", shm_min_bytes=1)
 

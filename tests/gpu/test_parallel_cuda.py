@@ -15,9 +15,10 @@ import pytest
 from mmcopy import Inline, ParallelOptions, Receiver, Sender, ShmHandle, TensorData, TransportConfig
 from mmcopy.errors import SegmentNotFoundError
 from mmcopy.receive.staging import StagingOptions
+from tests.rigs.arrays import random_bytes
 from tests.rigs.ranks import Ranks, as_json, wanted
 
-from .test_receiver_cuda import copy_stream_of, hold, random_bytes, raw
+from .test_receiver_cuda import copy_stream_of, hold, raw
 
 pytestmark = pytest.mark.gpu
 

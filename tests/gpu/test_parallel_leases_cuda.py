@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from mmcopy import Sender, TransportConfig, WorkerSpec
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.ranks import Ranks, wanted
 from tests.rigs.waiting import settle
-
-from .test_receiver_cuda import random_bytes
 
 pytestmark = pytest.mark.gpu
 
 ALWAYS = TransportConfig(mode="auto", shm_min_bytes=1)
 STRATEGIES = ["each", "broadcast", "scatter"]
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from mmcopy import Metrics, Readiness, Receiver
 from mmcopy.errors import ConfigError
 from mmcopy.prewarm import PrewarmStatus
 from mmcopy.prewarm.inputs import Shape
+from tests.rigs.arrays import MIB
 from tests.rigs.waiting import settle
 from tests.rigs.warming import warm_with
 
 pytestmark = pytest.mark.gpu
-
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")

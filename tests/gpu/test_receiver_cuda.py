@@ -25,6 +25,7 @@ from mmcopy.errors import (
 )
 from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
+from tests.rigs.arrays import random_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +49,6 @@ def receiver() -> Iterator[Receiver]:
 def sender(segments: Callable[[], list[str]]) -> Iterator[Sender]:
     with Sender(ALWAYS) as sender:
         yield sender
-
-
-def random_bytes(n: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8)
 
 
 def raw(tensor: Any) -> bytes:

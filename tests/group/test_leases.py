@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mmcopy import Inline, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.ranks import Ranks, as_json, wanted
 from tests.rigs.waiting import settle
 
 STRATEGIES = ["each", "broadcast", "scatter"]
-MIB = 1 << 20
 
 
 class Group(NamedTuple):
@@ -55,10 +55,6 @@ def sender(group: Group, segments: Callable[[], list[str]]) -> Iterator[Sender]:
         yield sender
         assert settle(lambda: sender.leases_out == 0)
     assert segments() == []
-
-
-def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
 
 
 def released(answers: list[dict[str, Any]]) -> list[int]:

@@ -15,9 +15,9 @@ from mmcopy.errors import ConfigError
 from mmcopy.receive.group import ItemFacts, ParallelOptions, Strategy, choose_strategy, plan_group
 from mmcopy.receive.group.plan import capacity_bytes, first_unreached
 from mmcopy.receive.plan import ALIGN_BYTES
+from tests.rigs.arrays import MIB
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-MIB = 1 << 20
 SEED = ParallelOptions(scatter_min_bytes=1 << 60)
 """Without the strategy that TokenSpeed does not have."""
 

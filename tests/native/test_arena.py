@@ -30,7 +30,8 @@ from mmcopy.errors import (
     PayloadError,
     SegmentNotFoundError,
 )
-from tests.rigs.arena_rig import LIMIT_S, MIB, Worker, connect, handle_of, pattern, send
+from tests.rigs.arena_rig import LIMIT_S, Worker, connect, handle_of, send
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -64,7 +65,7 @@ def is_empty(arena: _native.Arena) -> bool:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 4097, MIB + 1, 4 * MIB])
 def test_bytes_arrive_and_the_block_comes_back(arena: _native.Arena, worker: Worker, slot: int, nbytes: int) -> None:
-    data = pattern(nbytes, 3)
+    data = random_bytes(nbytes, 3).tobytes()
     handle = send(arena, data, [slot])
     ShmHandle(*handle)  # it fits
     assert worker.receive(handle) == data
@@ -161,7 +162,7 @@ def test_a_reservation_that_is_forgotten_comes_back(arena: _native.Arena, slot: 
 
 
 def test_a_view_that_releases_when_it_is_dropped(arena: _native.Arena, worker: Worker, slot: int) -> None:
-    lease = worker.claim(send(arena, pattern(100, 1), [slot]))
+    lease = worker.claim(send(arena, random_bytes(100, 1).tobytes(), [slot]))
     lease.release_when_dropped()
     array = np.frombuffer(lease, np.uint8)  # type: ignore[call-overload]
     del lease
@@ -169,7 +170,7 @@ def test_a_view_that_releases_when_it_is_dropped(arena: _native.Arena, worker: W
     del array
     time.sleep(0.03)
     assert not is_empty(arena)
-    assert part.tobytes() == pattern(100, 1)[10:20]
+    assert part.tobytes() == random_bytes(100, 1).tobytes()[10:20]
     del part
     assert settle(lambda: is_empty(arena))
     lease = worker.claim(send(arena, b"x", [slot]))
@@ -179,7 +180,7 @@ def test_a_view_that_releases_when_it_is_dropped(arena: _native.Arena, worker: W
 
 
 def test_a_streamed_lease(arena: _native.Arena, worker: Worker, slot: int) -> None:
-    data = pattern(3 * MIB + 5, 9)
+    data = random_bytes(3 * MIB + 5, 9).tobytes()
     (writer,) = arena.take([len(data)], [slot], timeout_s=LIMIT_S)
     lease = worker.claim(handle_of(writer))
     assert lease.written() == 0

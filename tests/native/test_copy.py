@@ -15,19 +15,15 @@ from hypothesis import strategies as st
 
 from mmcopy import _native
 from mmcopy.errors import ConfigError, PayloadError
+from tests.rigs.arrays import MIB, random_bytes, resize
 
-MIB = 1 << 20
 EDGES = [0, 1, 4095, 4096, 4097, 65535, 65536, 65537, MIB - 1, MIB, MIB + 1, 2 * MIB, 5 * MIB + 3]
-
-
-def pattern(nbytes: int) -> np.ndarray:
-    return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 @pytest.mark.parametrize("nbytes", EDGES)
 def test_every_byte_arrives_and_nothing_beside_it_changes(nbytes: int, num_threads: int) -> None:
-    src = pattern(nbytes)
+    src = random_bytes(nbytes)
     around = np.full(nbytes + 6, 0xEE, np.uint8)
     _native.copy_into(src, around[3 : 3 + nbytes], num_threads=num_threads)
     assert around[3 : 3 + nbytes].tobytes() == src.tobytes()
@@ -53,7 +49,7 @@ def test_an_overlap_is_copied_as_if_through_a_second_buffer(nbytes: int, src_sta
     assert np.array_equal(buffer[dst_start : dst_start + nbytes], wanted)
 
 
-OVERLAPPED = pattern(3 * MIB + 5000)
+OVERLAPPED = random_bytes(3 * MIB + 5000)
 
 
 def test_buffers_of_any_format_are_bytes() -> None:
@@ -99,7 +95,7 @@ def test_less_than_one_thread_is_refused_with_the_number(num_threads: int) -> No
 
 
 def test_more_threads_than_the_machine_has_are_fine() -> None:
-    src, dst = pattern(16 * MIB), np.zeros(16 * MIB, np.uint8)
+    src, dst = random_bytes(16 * MIB), np.zeros(16 * MIB, np.uint8)
     _native.copy_into(src, dst, num_threads=10_000)
     assert np.array_equal(src, dst)
 
@@ -132,12 +128,6 @@ def test_buffers_are_released_after_success_and_after_errors(shm_dir: Path) -> N
             call()
         resize(buffer)
     assert _native.unlink_segment(shm_dir, "released")
-
-
-def resize(buffer: bytearray) -> None:
-    """A bytearray refuses this while anybody has its buffer."""
-    buffer.append(0)
-    del buffer[-1]
 
 
 class Bystander:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mmcopy import _native
 from mmcopy.errors import ClosedError, ConfigError, MmcopyTimeoutError, PayloadError, SegmentSizeError
+from tests.rigs.arrays import KIB, MIB, random_bytes, resize
 from tests.rigs.waiting import settle
 
-KIB, MIB = 1 << 10, 1 << 20
 LIMIT_S = 60.0
 Piece = tuple[int, int, int, int, int]
 
@@ -30,10 +30,6 @@ def pool() -> Iterator[_native.CopyPool]:
     pool = _native.CopyPool(2)
     yield pool
     pool.close(LIMIT_S)
-
-
-def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([nbytes, seed]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def removed_segment(shm_dir: pathlib.Path, data: np.ndarray | bytes) -> _native.Segment:
@@ -57,12 +53,6 @@ def copy_threads() -> list[str]:
     return sorted(name for name in names if name.startswith("mmcopy-copy"))
 
 
-def resize(buffer: bytearray) -> None:
-    """A bytearray refuses this while anybody has its buffer."""
-    buffer.append(0)
-    del buffer[-1]
-
-
 def assert_exported(buffer: bytearray) -> None:
     with pytest.raises(BufferError):
         buffer.append(0)
@@ -73,7 +63,7 @@ def assert_exported(buffer: bytearray) -> None:
 def test_every_byte_arrives_through_a_ring(
     pool: _native.CopyPool, shm_dir: pathlib.Path, nbytes: int, kind: str
 ) -> None:
-    data = pattern(nbytes)
+    data = random_bytes(nbytes)
     segment = removed_segment(shm_dir, data)
     slots = [bytearray(b"\xee" * (256 * KIB)) for _ in range(3)]
     job = pool.start([segment if kind == "segment" else data], slots, chunked(nbytes, 256 * KIB))
@@ -92,7 +82,7 @@ def test_every_byte_arrives_through_a_ring(
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_any_table_and_any_permits(data: st.DataObject) -> None:
-    sources = [pattern(data.draw(st.integers(0, 9000)), seed) for seed in range(3)]
+    sources = [random_bytes(data.draw(st.integers(0, 9000)), seed) for seed in range(3)]
     num_slots, num_threads = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
     pieces: list[Piece] = []
     wanted: list[bytes] = []
@@ -129,7 +119,7 @@ def test_a_job_of_one_chunk_is_copied_by_its_owner_even_without_threads(pool: _n
 
 
 def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
-    data = pattern(3 * KIB)
+    data = random_bytes(3 * KIB)
     segment = removed_segment(shm_dir, data)
     inline, slot = bytearray(b"inline"), bytearray(b"\xee" * (4 * KIB))
     pool.close(LIMIT_S)  # no thread is left that could have a part in it
@@ -147,7 +137,7 @@ def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, 
 
 
 def test_wait_says_how_many_in_a_row_are_there(pool: _native.CopyPool) -> None:
-    data = pattern(4 * KIB)
+    data = random_bytes(4 * KIB)
     slots = [bytearray(KIB) for _ in range(4)]
     job = pool.start([data], slots, chunked(4 * KIB, KIB))
     job.permit(3)
@@ -164,7 +154,7 @@ def test_wait_says_how_many_in_a_row_are_there(pool: _native.CopyPool) -> None:
 def test_rousing_without_a_job_does_nothing(pool: _native.CopyPool) -> None:
     pool.wake(0)
     pool.wake(1000)
-    data, slots = pattern(MIB), [bytearray(64 * KIB) for _ in range(16)]
+    data, slots = random_bytes(MIB), [bytearray(64 * KIB) for _ in range(16)]
     job = pool.start([data], slots, chunked(MIB, 64 * KIB))
     pool.wake(2)
     job.permit(16)
@@ -295,7 +285,7 @@ def test_a_segment_that_a_peer_cuts_ends_the_job_with_the_first_error(
 
 @pytest.mark.parametrize("how", ["cancel", "drop"])
 def test_a_running_job_that_is_cancelled_lets_its_buffers_go(pool: _native.CopyPool, how: str) -> None:
-    source = bytearray(pattern(8 * MIB))
+    source = bytearray(random_bytes(8 * MIB))
     for num_waited in (0, 1, 3):
         slots = [bytearray(256 * KIB) for _ in range(32)]
         job = pool.start([source], slots, chunked(8 * MIB, 256 * KIB))

@@ -14,9 +14,10 @@ import pytest
 
 from mmcopy import _native
 from mmcopy.errors import ClosedError
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.waiting import settle
 
-from .test_pool import LIMIT_S, MIB, Piece, chunked, copy_threads, pattern, removed_segment
+from .test_pool import LIMIT_S, Piece, chunked, copy_threads, removed_segment
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -29,7 +30,7 @@ def pool() -> Iterator[_native.CopyPool]:
 
 
 def test_many_jobs_from_several_threads(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
-    data = pattern(MIB)
+    data = random_bytes(MIB)
     segment = removed_segment(shm_dir, data)
     failures: list[str] = []
 

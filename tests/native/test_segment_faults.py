@@ -18,8 +18,8 @@ import pytest
 
 from mmcopy import _native
 from mmcopy.errors import PayloadError, SegmentError, SegmentNotFoundError, SegmentPermissionError, SegmentSizeError
+from tests.rigs.arrays import MIB
 
-MIB = 1 << 20
 U64_MAX = 2**64 - 1
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")

@@ -16,16 +16,12 @@ from hypothesis import strategies as st
 
 from mmcopy import _native
 from mmcopy.errors import ClosedError, DtypeError, MmcopyError, PayloadError, SegmentSizeError
+from tests.rigs.arrays import MIB, random_bytes
 
-MIB = 1 << 20
 U64_MAX = 2**64 - 1
 EDGES = [0, 1, 4095, 4096, 4097, 65535, 65536, 65537, MIB - 1, MIB, MIB + 1, 5 * MIB + 3]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
-
-
-def pattern(nbytes: int) -> bytes:
-    return np.random.default_rng(nbytes).bytes(nbytes)
 
 
 def read(
@@ -49,7 +45,7 @@ def digits(shm_dir: pathlib.Path) -> Iterator[_native.Segment]:
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("nbytes", EDGES)
 def test_what_is_written_is_read(shm_dir: pathlib.Path, nbytes: int, num_threads: int) -> None:
-    data = pattern(nbytes)
+    data = random_bytes(nbytes).tobytes()
     assert _native.write_segment(shm_dir, "s", data, num_threads=num_threads) == nbytes
     found = (shm_dir / "s").stat()
     assert (found.st_size, stat.S_IMODE(found.st_mode), found.st_nlink) == (nbytes, 0o600, 1)
@@ -70,7 +66,7 @@ def test_a_cast_on_the_way_is_the_cast_before(
     shm_dir: pathlib.Path, src_dtype: str, dst_dtype: str, num_threads: int
 ) -> None:
     elements = MIB + 3
-    src = pattern(elements * _native.DTYPES[src_dtype])
+    src = random_bytes(elements * _native.DTYPES[src_dtype]).tobytes()
     wanted = bytearray(elements * _native.DTYPES[dst_dtype])
     _native.cast_into(src, src_dtype, wanted, dst_dtype)
     written = _native.write_segment(
@@ -169,7 +165,7 @@ def test_offsets_that_are_no_int_are_a_type_error(digits: _native.Segment, bad: 
 @given(offset=st.integers(0, 5100), nbytes=st.integers(0, 5100))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_range_is_its_slice_or_an_error(tmp_path: pathlib.Path, offset: int, nbytes: int) -> None:
-    data = pattern(5000)
+    data = random_bytes(5000).tobytes()
     (tmp_path / "s").write_bytes(data)
     if offset + nbytes <= 5000:
         assert read(tmp_path, "s", offset=offset, nbytes=nbytes) == data[offset : offset + nbytes]
@@ -244,7 +240,7 @@ def test_leaving_the_block_keeps_the_error_inside(shm_dir: pathlib.Path) -> None
 
 
 def test_a_close_in_another_thread_lets_reads_finish(shm_dir: pathlib.Path) -> None:
-    data = pattern(2 * MIB)
+    data = random_bytes(2 * MIB).tobytes()
     _native.write_segment(shm_dir, "s", data)
     for _ in range(20):
         segment = _native.Segment.open(shm_dir, "s")

@@ -18,11 +18,11 @@ from mmcopy.receive.cuda import CudaDestination
 from mmcopy.receive.plan import pack, place
 from mmcopy.receive.request import Request, RequestOpener
 from mmcopy.receive.staging import StagingOptions
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.played_cuda import CALLERS_STREAM, COPY_STREAM, PlayedRuntime, played_cuda
 from tests.rigs.waiting import settle
 
 SLOT = 4096
-MIB = 1 << 20
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -101,10 +101,6 @@ def rig(
     yield rig
     rig.close()
     assert segments() == []
-
-
-def random_bytes(n: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
 
 
 SIZES = [1, 300, 5 * SLOT + 7, 256, SLOT, 3 * SLOT - 1]

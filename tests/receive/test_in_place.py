@@ -19,9 +19,8 @@ from mmcopy.errors import LeaseError, MmcopyTimeoutError
 from mmcopy.metrics import Counter
 from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
 from mmcopy.receive.request import LeaseSource, Request, RequestOpener
+from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.waiting import settle
-
-MIB = 1 << 20
 
 
 class Passed:
@@ -157,10 +156,6 @@ def rig(
     yield rig
     rig.close()
     assert segments() == []
-
-
-def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
 
 
 def test_parts_of_leases_are_copied_and_nothing_else(rig: Rig) -> None:

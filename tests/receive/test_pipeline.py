@@ -21,6 +21,7 @@ from mmcopy.metrics import Counter, Metrics
 from mmcopy.receive.plan import CopyPlan, extents, pack, plan_chunks, scatter
 from mmcopy.receive.request import Request, RequestOpener
 from mmcopy.receive.staging import Pipeline, Slot, StagingRing
+from tests.rigs.arrays import random_bytes
 
 
 class Mark:
@@ -121,10 +122,6 @@ def rig(nothing_left_open: None) -> Iterator[Callable[..., Rig]]:
         each.close()
 
 
-def random_bytes(n: int, seed: int) -> bytes:
-    return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8).tobytes()
-
-
 def request_of(payloads: list[bytes], shm_dir: pathlib.Path, *, shared: Callable[[int], bool]) -> Request:
     with Sender(TransportConfig(mode="shm", shm_min_bytes=0), shm_dir=shm_dir) as sender:
         items = [
@@ -139,7 +136,7 @@ def request_of(payloads: list[bytes], shm_dir: pathlib.Path, *, shared: Callable
 @pytest.mark.parametrize("is_scattered", [False, True])
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 16384, 100_001])
 def test_edge_sizes(rig: Callable[..., Rig], shm_dir: pathlib.Path, nbytes: int, is_scattered: bool) -> None:
-    payloads = [random_bytes(nbytes, 1), random_bytes(nbytes, 2)]
+    payloads = [random_bytes(nbytes, 1).tobytes(), random_bytes(nbytes, 2).tobytes()]
     request = request_of(payloads, shm_dir, shared=lambda n: n == 0)
     it = rig()
     assert it.run(request, is_scattered=is_scattered) == payloads
@@ -159,7 +156,7 @@ def test_edge_sizes(rig: Callable[..., Rig], shm_dir: pathlib.Path, nbytes: int,
 def test_random_requests(
     sizes: list[int], num_slots: int, slot_bytes: int, num_threads: int, is_scattered: bool
 ) -> None:
-    payloads = [random_bytes(n, i) for i, n in enumerate(sizes)]
+    payloads = [random_bytes(n, i).tobytes() for i, n in enumerate(sizes)]
     it = Rig(num_slots, slot_bytes, num_threads)
     try:
         request = RequestOpener("/dev/shm", ["mmcopy-"], Metrics()).request(
@@ -174,7 +171,7 @@ def test_random_requests(
 
 def test_a_slot_is_not_refilled_before_its_copy(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
     """The device stands still until every slot is filled: the bytes of the first slots must survive."""
-    payload = random_bytes(40 * 4096, 3)
+    payload = random_bytes(40 * 4096, 3).tobytes()
     request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.gate.clear()
@@ -187,7 +184,7 @@ def test_a_slot_is_not_refilled_before_its_copy(rig: Callable[..., Rig], shm_dir
 def test_a_device_that_stands_still_is_a_timeout_and_the_next_request_works(
     rig: Callable[..., Rig], shm_dir: pathlib.Path
 ) -> None:
-    payload = random_bytes(20 * 4096, 4)
+    payload = random_bytes(20 * 4096, 4).tobytes()
     request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.gate.clear()
@@ -201,7 +198,7 @@ def test_a_device_that_stands_still_is_a_timeout_and_the_next_request_works(
 
 @pytest.mark.parametrize("at", [1, 3, 20])
 def test_a_refused_copy_gives_the_slots_back(rig: Callable[..., Rig], shm_dir: pathlib.Path, at: int) -> None:
-    payload = random_bytes(20 * 4096, 5)
+    payload = random_bytes(20 * 4096, 5).tobytes()
     request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
     it.device.refuse_at = at
@@ -214,7 +211,7 @@ def test_a_refused_copy_gives_the_slots_back(rig: Callable[..., Rig], shm_dir: p
 
 
 def test_a_peer_that_truncates_is_one_error(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
-    request = request_of([random_bytes(20 * 4096, 6)], shm_dir, shared=lambda n: True)
+    request = request_of([random_bytes(20 * 4096, 6).tobytes()], shm_dir, shared=lambda n: True)
     (segment,) = [path for path in shm_dir.iterdir() if path.suffix != ".lock"]
     with segment.open("r+b") as file:
         file.truncate(9 * 4096 + 5)
@@ -226,7 +223,7 @@ def test_a_peer_that_truncates_is_one_error(rig: Callable[..., Rig], shm_dir: pa
 
 
 def test_an_error_while_copying_stops_the_threads(rig: Callable[..., Rig], shm_dir: pathlib.Path) -> None:
-    payload = random_bytes(20 * 4096, 7)
+    payload = random_bytes(20 * 4096, 7).tobytes()
     request = request_of([payload], shm_dir, shared=lambda n: True)
     it = rig()
 
@@ -250,7 +247,7 @@ def test_two_requests_at_once_share_the_ring(rig: Callable[..., Rig], shm_dir: p
     def work(seed: int) -> None:
         right = True
         for n in range(10):
-            payload = random_bytes(4096 * 15 + n, seed * 100 + n)
+            payload = random_bytes(4096 * 15 + n, seed * 100 + n).tobytes()
             request = request_of([payload], shm_dir, shared=lambda n: True)
             right = right and it.run(request) == [payload]
             request.close("received")

@@ -27,13 +27,10 @@ from mmcopy.errors import (
 )
 from mmcopy.receive.staging import StagingOptions
 from mmcopy.tensors import DTYPES
+from tests.rigs.arrays import random_bytes
 
 EDGES = [0, 1, 4095, 4096, 4097, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 3]
 ALWAYS = TransportConfig(mode="shm", shm_min_bytes=0)
-
-
-def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8)
 
 
 def raw(tensor: Any) -> bytes:

@@ -13,7 +13,8 @@ from typing import Any
 from mmcopy import _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 
-from .arena_rig import LIMIT_S, Handle, Worker, handle_of, pattern, send
+from .arena_rig import LIMIT_S, Handle, Worker, handle_of, send
+from .arrays import random_bytes
 
 
 class Sender:
@@ -37,7 +38,7 @@ class Sender:
 
     def send(self, nbytes: int, seed: int, consumers: list[int]) -> Handle:
         assert self.arena is not None
-        return send(self.arena, pattern(nbytes, seed), consumers)
+        return send(self.arena, random_bytes(nbytes, seed).tobytes(), consumers)
 
     def take(self, nbytes: int, consumers: list[int]) -> Handle:
         """A lease that nothing is written to."""
@@ -48,7 +49,7 @@ class Sender:
 
     def finish(self, name: str, seed: int) -> None:
         writer = self.writers.pop(name)
-        writer.write(pattern(writer.nbytes, seed))
+        writer.write(random_bytes(writer.nbytes, seed).tobytes())
         writer.commit()
 
     def statistics(self) -> dict[str, Any]:
@@ -82,13 +83,13 @@ class WorkerProcess:
         return self.worker.path
 
     def receive(self, handle: Handle, nbytes: int, seed: int) -> bool:
-        return self.worker.receive(tuple(handle)) == pattern(nbytes, seed)
+        return self.worker.receive(tuple(handle)) == random_bytes(nbytes, seed).tobytes()
 
     def claim(self, handle: Handle) -> None:
         self.leases[handle[0]] = self.worker.claim(tuple(handle))
 
     def check(self, name: str, nbytes: int, seed: int) -> bool:
-        return bytes(self.leases[name]) == pattern(nbytes, seed)
+        return bytes(self.leases[name]) == random_bytes(nbytes, seed).tobytes()
 
     def wait(self, name: str, upto: int, timeout_s: float) -> int:
         return self.leases[name].wait_written(upto, timeout_s)

@@ -13,7 +13,6 @@ from mmcopy import _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 
 LIMIT_S = 20.0
-MIB = 1 << 20
 
 Handle = tuple[str, int, int, str]
 
@@ -21,12 +20,6 @@ Handle = tuple[str, int, int, str]
 def handle_of(writer: _native.LeaseWriter) -> Handle:
     """The four fields that go into a ShmHandle."""
     return writer.name, writer.offset, writer.nbytes, writer.owner_id
-
-
-def pattern(nbytes: int, seed: int) -> bytes:
-    """Bytes that differ from place to place and from seed to seed."""
-    row = bytes((at * 7 + seed * 31 + (at >> 8)) & 255 for at in range(min(nbytes, 4099)))
-    return (row * (nbytes // max(len(row), 1) + 1))[:nbytes]
 
 
 def send(arena: _native.Arena, data: bytes, consumers: list[int]) -> Handle:

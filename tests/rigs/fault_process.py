@@ -24,11 +24,9 @@ from mmcopy import Inline, Receiver, Sender, ShmHandle, TensorData, TransportCon
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import ClosedError
 
+from .arrays import random_bytes
+
 CHILD_LIMIT_S = 20.0
-
-
-def random_bytes(nbytes: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng([nbytes, seed]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def packed(data: TensorData) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from mmcopy.endpoint import WorkerEndpoint
 from .waiting import settle
 
 LIMIT_S = 40.0
-MIB = 1 << 20
 
 Told = dict[str, Any]
 _P = TypeVar("_P", bound="Process")

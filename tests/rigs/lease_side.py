@@ -6,19 +6,13 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mmcopy import Receiver, Sender, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 
+from .arrays import MIB
 from .waiting import settle
-
-MIB = 1 << 20
-
-
-def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng([n, seed]).integers(0, 256, n, dtype=np.uint8)
 
 
 def statistics(sender: Sender) -> dict[str, Any]:

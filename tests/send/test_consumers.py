@@ -13,10 +13,10 @@ from mmcopy import Receiver, Sender, ShmHandle, TensorData, TransportConfig
 from mmcopy.errors import ConfigError
 from mmcopy.fanout import consumers_of, for_consumer
 from mmcopy.metrics import Counter
-from tests.rigs.lease_side import Side, is_empty, random_bytes, statistics
+from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.lease_side import Side, is_empty, statistics
 from tests.rigs.waiting import settle
 
-MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 ARRAYS = {"pixels": random_bytes(100_001), "grid": np.arange(6), "empty": np.empty((0, 3), np.uint8)}

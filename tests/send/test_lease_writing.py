@@ -12,7 +12,8 @@ import pytest
 
 from mmcopy import Sender, ShmHandle, TensorData, TransportConfig
 from mmcopy.errors import ClosedError, LeaseError
-from tests.rigs.lease_side import MIB, Side, is_empty, random_bytes, sender, side, sockets, statistics
+from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.lease_side import Side, is_empty, sender, side, sockets, statistics
 from tests.rigs.waiting import settle
 
 __all__ = ["sender", "side", "sockets"]  # fixtures

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmcopy import Sender, TensorData
-from tests.rigs.lease_side import MIB, Side, random_bytes, sender, side, sockets
+from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.lease_side import Side, sender, side, sockets
 from tests.rigs.walk import files_run_by
 
 __all__ = ["sender", "side", "sockets"]  # fixtures

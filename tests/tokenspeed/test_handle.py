@@ -18,9 +18,9 @@ from mmcopy import ParallelOptions
 from mmcopy.errors import PayloadError, SegmentSizeError
 from mmcopy.integrations.tokenspeed import EncoderFeatureTransport, ShmTensorHandle
 from mmcopy.receive.group import Strategy
+from tests.rigs.arrays import MIB
 
 Added = Callable[[], list[str]]
-MIB = 1 << 20
 
 
 def named(added: list[str]) -> list[str]:

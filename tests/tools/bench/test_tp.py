@@ -21,6 +21,7 @@ from mmcopy.tools.bench.breakeven import NEVER, BreakEven, find_break_even
 from mmcopy.tools.bench.plan import Effort
 from mmcopy.tools.bench.tp import TpSpec
 from mmcopy.tools.cli import main
+from tests.rigs.arrays import MIB
 
 Added = Callable[[], list[str]]
 PATHS = ["one rank alone", "each", "broadcast", "scatter"]
@@ -160,9 +161,6 @@ def test_a_launcher_that_is_none(
         monkeypatch.setenv(name, value)
     assert main(SMALL) == 2
     assert told in capsys.readouterr().err
-
-
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
