@@ -225,8 +225,8 @@ def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> t
     """Remove segments of senders that are gone; the names removed and the sum of their bytes.
 
     The segments of a sender that died go at once, and its lock file with them (which is not counted). A segment whose
-    sender closed properly, and that nobody consumed, goes when it was last written at least ``orphan_grace_s`` seconds
-    ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
+    sender closed properly, and that were not consumed, goes when it was last written at least ``orphan_grace_s``
+    seconds ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
     open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
 
     Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError` or
@@ -313,7 +313,7 @@ class CopyPool:
     def close(self, timeout_s: float) -> None:
         """Refuse further jobs, and block until the threads have ended, each after the chunk that it copies.
 
-        Jobs are not cancelled: the rest of one is copied by whoever waits for it. May be called again. Raises
+        Jobs are not cancelled: the rest of one is copied by the thread that waits for it. May be called again. Raises
         :class:`MmcopyTimeoutError`.
         """
 
@@ -340,7 +340,7 @@ class CopyJob:
     def wait(self, index: int, timeout_s: float) -> int:
         """Block, without the GIL, until chunk ``index`` is in its slot; how many in a row are, this one first.
 
-        Meanwhile this thread copies chunks of the job that are permitted and that nobody has begun, so a job of one
+        Meanwhile this thread copies chunks of the job that are permitted and not begun, so a job of one
         chunk needs no other thread, and the limit can be passed by the time one chunk takes. A limit of 0 or less
         copies what can be copied and does not sleep.
 
@@ -366,7 +366,7 @@ class CopyJob:
 
 @final
 class Process:
-    """A process, told from its forked children also where a pid namespace gives a child the number of its parent.
+    """A process, distinguished from its forked children also where a child has the number of its parent.
 
     Compares by value and can be hashed.
     """
@@ -434,7 +434,7 @@ class WorkerEndpoint:
 
     @property
     def path(self) -> pathlib.Path:
-        """Path of the socket: what a sender has to be told."""
+        """Path of the socket, which a sender needs to connect."""
 
     @property
     def instance_id(self) -> str:

@@ -1,6 +1,6 @@
 """The socket that tells a sender and a worker on one host of each other.
 
-A worker opens a :class:`WorkerEndpoint` and advertises its path; a sender that was told the path connects with
+A worker opens a :class:`WorkerEndpoint` and advertises its path; a sender that knows the path connects with
 :class:`SenderLink`. While the connection is open both sides are alive, whatever containers they run in, as long as they
 share the socket's directory.
 """
@@ -26,7 +26,7 @@ PROBE_PREFIXES = ("mmcopy-",)
 
 
 def default_directory() -> pathlib.Path:
-    """Where sockets live unless somebody says otherwise: ``/run/user/<uid>/mmcopy`` where the system keeps such a
+    """Where sockets live by default: ``/run/user/<uid>/mmcopy`` where the system keeps such a
     directory, else ``/tmp/mmcopy-<uid>``. Containers do not share it by themselves."""
     uid = os.geteuid()
     runtime = pathlib.Path(f"/run/user/{uid}")
@@ -56,9 +56,9 @@ class WorkerEndpoint:
     """A socket that senders on this host connect to; one thread serves all of them.
 
     ``directory`` (None: :func:`default_directory`) is created with mode 0700 when it is missing, and must belong to us
-    and be closed to others. Sockets that dead workers of our user left there are removed: those where nobody accepts a
+    and be closed to others. Sockets that dead workers of our user left there are removed: those that accept no
     connection. With ``allowed_uids`` other users may connect too; then the directory must let them through (0711) and
-    nobody else write to it. Every user is checked as the kernel reports it.
+    no other user may write to it. Every user is checked as the kernel reports it.
 
     A probe opens segments in ``shm_dir`` whose names begin with one of ``accept_prefixes``, by the rules by which a
     receiver opens them. At most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that
@@ -103,7 +103,7 @@ class WorkerEndpoint:
 
     @property
     def path(self) -> str:
-        """Path of the socket: what a sender has to be told."""
+        """Path of the socket, which a sender needs to connect."""
         return str(self._native.path)
 
     @property
@@ -148,7 +148,7 @@ class SenderLink:
         """Connect to the worker that listens at ``path``. Blocks, without the GIL, for ``timeout_s`` at most.
 
         The worker must run as our user or as one of ``allowed_uids``. Raises
-        :class:`EndpointGoneError` (nobody listens there),
+        :class:`EndpointGoneError` (no worker listens there),
         :class:`EndpointRefusedError` (by either side), :class:`MmcopyTimeoutError`,
         and :class:`EndpointError` (a path too long, or not one at all, among others).
         """

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 
 use crate::fork::Process;
 
-/// A process, told from its forked children also where a pid namespace gives a child the number of its parent.
+/// A process, distinguished from its forked children also where a child has the number of its parent.
 ///
 /// Compares by value and can be hashed.
 #[pyclass(frozen, eq, hash, name = "Process", module = "mmcopy._native")]

@@ -17,7 +17,7 @@ class TransportMode(enum.StrEnum):
     INLINE = "inline"
     """Inside the message."""
     SHM = "shm"
-    """Through shared memory whenever it can be written, whoever the receiver is."""
+    """Through shared memory whenever it can be written, for every receiver."""
     AUTO = "auto"
     """Through shared memory where the receiver is known to share it, inside the message elsewhere."""
 

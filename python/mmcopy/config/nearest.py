@@ -1,4 +1,4 @@
-"""The nearest match of a name that is none, for error messages."""
+"""The nearest match of an unknown name, for error messages."""
 
 from __future__ import annotations
 

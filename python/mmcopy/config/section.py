@@ -1,4 +1,4 @@
-"""A mapping from outside, taken strictly: known names, one value a setting, and errors that name the place."""
+"""A mapping from outside, taken strictly: known names, one value per setting, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entries(tuple[Entry, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A setting: its parser, which is told the setting's name and place, and its other names."""
+    """A setting: its parser, which gets the setting's name and place, and its other names."""
 
     parse: Callable[..., Any]
     aliases: tuple[str, ...] = ()

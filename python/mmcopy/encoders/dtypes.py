@@ -56,7 +56,7 @@ def encoder_dtype(model: nn.Module) -> str | None:
     """The one dtype that a worker advertises for ``model``; None where no encoder has one.
 
     Encoders that differ get the dtype that holds the values of all of them (bfloat16 and float16: float32), since a
-    gateway keeps one name a worker: the worker casts for those that want less. See :func:`encoder_dtypes`.
+    gateway keeps one name per worker: the worker casts for those that want less. See :func:`encoder_dtypes`.
     """
     return common_dtype(encoder_dtypes(model))
 

@@ -87,7 +87,7 @@ class Readiness:
         self._set(ReadinessSnapshot(ReadinessState.WARMING, modality, shape, done, total))
 
     def ready(self, warning: str = "") -> None:
-        """Requests are welcome from now on; ``warning`` is kept for whoever asks."""
+        """Requests are welcome from now on; ``warning`` is kept in the snapshot."""
         self._set(ReadinessSnapshot(ReadinessState.READY, reason=warning))
 
     def fail(self, reason: str) -> None:
@@ -97,7 +97,7 @@ class Readiness:
     def wait(self, timeout_s: float) -> ReadinessSnapshot:
         """Block until it is ready or failed, ``timeout_s`` at most; what it is then.
 
-        Raises :class:`ConfigError` for a limit that is none.
+        Raises :class:`ConfigError` for an invalid limit.
         """
         limit = parse_seconds(timeout_s, setting="Readiness.wait timeout_s")
         with self._changed:

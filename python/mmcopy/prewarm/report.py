@@ -134,7 +134,7 @@ class PrewarmReport:
 
     @property
     def outlooks(self) -> list[str]:
-        """Which later sizes would compile again, one line a modality, and whether new ones make attention plan; empty
+        """Which later sizes would compile again, one line per modality, and whether new ones make attention plan; empty
         when none would."""
         if self.family is None:
             return []

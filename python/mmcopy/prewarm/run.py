@@ -1,4 +1,4 @@
-"""The encodes of a prewarm, one shape after the other, on a thread that nobody has to wait for.
+"""The encodes of a prewarm, one shape after the other, on a thread that the caller need not wait for.
 
 An encode cannot be interrupted. So it runs on a daemon thread and the caller waits for that, up to the deadline: one
 that hangs then is reported and left behind. Between shapes the thread itself looks at the clock.
@@ -96,7 +96,7 @@ class Job:
         then."""
         with _inference(self.device, self.stream):
             for index, result in enumerate(self.results):
-                # Another rank may have gone at its own deadline, which nobody can see who waits for it.
+                # Another rank may have left at its own deadline, which a rank that waits for it cannot see.
                 left = self.deadline - time.monotonic()
                 if self.ranks.within(left, lambda: self.ranks.all_of(self._is_over(), any)) is not False:
                     return

@@ -66,7 +66,9 @@ class PendingReceive:
 
     async def _awaited(self) -> Any:
         inner = asyncio.wrap_future(self._future)
-        inner.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, whoever still waits
+        inner.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieved, so that asyncio does not warn
         try:
             return await asyncio.shield(inner)
         except asyncio.CancelledError:

@@ -1,6 +1,6 @@
 """Pinned staging slots, and the pipeline that fills and empties them.
 
-All memory is allocated once, by whoever makes the ring. A slot is refilled only when the event of its last copy has
+All memory is allocated once, when the ring is made. A slot is refilled only when the event of its last copy has
 happened; that event belongs to the slot and is recorded again for each copy.
 
 Source -> slot -> destination, the two halves overlapped.

@@ -192,7 +192,7 @@ class Reservation:
             self.commit()
 
     def __del__(self) -> None:
-        # Forgotten: nobody was told of it.
+        # Dropped without commit: no message names it.
         if self.array is not None:
             self.array = None
             self._abort()

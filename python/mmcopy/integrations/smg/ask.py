@@ -56,7 +56,7 @@ def ask_worker(url: str, *, timeout_s: float = 5.0) -> Advertised:
 
 
 def with_advertised(worker: WorkerSpec, advertised: Advertised) -> WorkerSpec:
-    """``worker`` with what it told; what the operator has set goes first, as with SMG."""
+    """``worker`` with the labels that it advertises; the operator's own go first, as with SMG."""
     return replace(worker, engine=worker.engine or advertised.engine, labels={**advertised.labels, **worker.labels})
 
 

@@ -27,7 +27,7 @@ class MultimodalItem:
 
     ``tensors`` are on the receiver's device, by name: the encoder's input (``encoder_input`` of TokenSpeed,
     ``pixel_values`` of vLLM; absent where another worker encodes) and the side tensors. ``data`` describes each as it
-    came, so that its path and bytes can be told. ``content_hashes`` has one entry an item (vLLM's hexadecimal strings
+    came, with its path and bytes. ``content_hashes`` has one entry per item (vLLM's hexadecimal strings
     as the bytes they stand for). ``placeholders`` are (offset, length) in ``input_ids``.
     ``placeholder_token_id`` is None where the gateway gave none.
     """

@@ -35,7 +35,7 @@ Method: TypeAlias = Callable[[Any, Context], Awaitable[Message | Status | None]]
 
 
 class ReplyLostError(Exception):
-    """A response could not be written: the client or the connection is gone, and nobody is left to tell."""
+    """A response could not be written: the client or the connection is gone."""
 
 
 async def write(context: Context, message: Message) -> None:

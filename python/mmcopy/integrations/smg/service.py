@@ -69,9 +69,11 @@ class Advertisement:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What engines' messages have no place for, as trailing metadata of GetServerInfo."""
-        told = {"mmcopy_endpoint": self.endpoint, "shm_uid": self.shm_uid}
+        values = {"mmcopy_endpoint": self.endpoint, "shm_uid": self.shm_uid}
         # gRPC takes ASCII there.
-        return tuple((key, told[label]) for key, label in METADATA.items() if told[label] and told[label].isascii())
+        return tuple(
+            (key, values[label]) for key, label in METADATA.items() if values[label] and values[label].isascii()
+        )
 
 
 class Service(ABC):

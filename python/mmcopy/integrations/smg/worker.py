@@ -45,11 +45,11 @@ class SmgWorker:
     is called, and its segments are removed on success, on error and on cancellation. A receive that takes longer than
     ``receive_timeout_s``, waiting for a thread included, fails its request alone.
 
-    The gateway is told ``encoder_dtype``, into which it casts pixels ("": its own default): a name, what
+    The gateway learns ``encoder_dtype``, into which it casts pixels ("": its own default): a name, what
     :func:`mmcopy.encoder_dtypes` says, or, with ``encoder`` (the model, or its tower), what that wants; bfloat16 where
-    neither is given. :meth:`advertise_encoder` gives it later. It is also told
+    neither is given. :meth:`advertise_encoder` gives it later. It also learns
     ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
-    directory, "": none is told, so that ``auto`` sends inline). None is told either where the directory is read-only to
+    directory, "": none, so that ``auto`` sends inline). None is advertised either where the directory is read-only to
     this process, which could then not remove what it was sent. ``endpoint_path`` is the socket by which mmcopy's own
     senders prove that this worker reads what they write, and hand their arenas over (None: that of the receiver's
     endpoint, if it has one; "": none). An endpoint that is not the receiver's must take no arenas. ``port`` 0 takes a

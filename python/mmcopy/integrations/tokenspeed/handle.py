@@ -132,7 +132,7 @@ class ShmTensorHandle:
         import torch
 
         if self.is_cross_node and not self.nbytes():
-            return torch.empty(self.shape, dtype=self.dtype)  # nobody sends what is empty
+            return torch.empty(self.shape, dtype=self.dtype)  # empty tensors are not sent
         self._attached()
         pinned = torch.empty(self.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self.copy_bytes_into(pinned)

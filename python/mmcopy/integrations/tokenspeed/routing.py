@@ -1,4 +1,4 @@
-"""Bytes of items that their owner cannot open, from a rank that can: one message a pair of ranks."""
+"""Bytes of items that their owner cannot open, from a rank that can: one message per pair of ranks."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class EncoderFeatureTransport:
 
         ``item_indices_by_rank[n]`` are the items that rank ``n`` of the group owns. Handles have been through
         :func:`prepare_shm_features`. Every rank of the group calls this with the same arguments; when every rank can
-        open all, nothing happens and nobody waits. Otherwise blocks until all is there, in pinned memory on a machine
+        open all, nothing happens and no rank waits. Otherwise blocks until all is there, in pinned memory on a machine
         with a GPU. The segments stay as they are.
 
         Raises ValueError for a list of another length than the group, or an index of no item, RuntimeError without a

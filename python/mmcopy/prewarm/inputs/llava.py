@@ -19,7 +19,7 @@ _PIXTRAL = PixtralFamily()
 
 
 class Llava(SquareFamily):
-    """LLaVA 1.5: one square a picture; with Pixtral's tower, pictures of any size."""
+    """LLaVA 1.5: one square per picture; with Pixtral's tower, pictures of any size."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llava", "vipllava")
 

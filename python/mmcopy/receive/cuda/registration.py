@@ -1,7 +1,7 @@
 """Memory registered with CUDA part by part.
 
 Pinning takes 0.05 to 0.07 s a GiB (one H200 host; several threads are no faster), and a call cannot be interrupted. In
-parts, whoever has to stop waits for one of them, and what was pinned before a refusal is given back. The price: CUDA
+parts, a stop waits for one of them, and what was pinned before a refusal is given back. The price: CUDA
 refuses one copy out of two registrations (cudaErrorInvalidValue), so copies are cut where parts meet. Parts end at
 multiples of their size in the address space, so that a copy is cut without asking whose memory it reads.
 """

@@ -11,7 +11,7 @@ Where each tensor is one rank's alone (`owners`), messages over the CPU group ta
 each rank receives its own as it would without a group.
 
 Until `agree` nothing is removed and nothing is read. An error on one rank is the same error on all, and a rank with an
-error of its own still takes part in the exchange, so that nobody waits for it.
+error of its own still takes part in the exchange, so that the others do not wait for it.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class RankGroup:
             raise self._lose(str(error)) from error
 
     def _wait(self, work: Any, deadline: float, what: str) -> None:
-        """Block until ``work`` is done; one that is late is the end: nobody would wait for what it still writes to."""
+        """Block until ``work`` is done. A late one loses the group: what it still writes to could not be waited for."""
         try:
             self._wait_until(work, deadline, what)
         except MmcopyTimeoutError as error:

@@ -1,4 +1,4 @@
-"""The command ``mmcopy``: one file a command, each with ``add_parser(subparsers)`` and ``run(args) -> int``."""
+"""The command ``mmcopy``: one file per command, each with ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
 from __future__ import annotations
 

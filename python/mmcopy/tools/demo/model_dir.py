@@ -27,7 +27,7 @@ def family_named(name: str) -> Family:
 def write_model_dir(family: Family | str, directory: Path | str) -> Path:
     """Writes the five files into ``directory``, made when missing, and returns it. Blocks for milliseconds.
 
-    The tokenizer is byte level without merges: text is one token a byte, and each control token of the family is
+    The tokenizer is byte level without merges: text is one token per byte, and each control token of the family is
     one token. Raises :class:`ConfigError` for an unknown family, :class:`MissingDependencyError` without
     ``tokenizers``, OSError from the file system.
     """

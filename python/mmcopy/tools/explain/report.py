@@ -66,7 +66,7 @@ class Explanation:
 
     @property
     def all_answered(self) -> bool:
-        """Whether every worker told its labels."""
+        """Whether every worker answered."""
         return not any(lines.fault for lines in self.workers)
 
 
