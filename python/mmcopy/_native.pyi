@@ -225,8 +225,8 @@ def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> t
     """Remove segments of senders that are gone; the names removed and the sum of their bytes.
 
     The segments of a sender that died go at once, and its lock file with them (which is not counted). A segment whose
-    sender closed properly, and that were not consumed, goes when it was last written at least ``orphan_grace_s``
-    seconds ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
+    sender closed properly, and that was not consumed, goes when it was last written at least ``orphan_grace_s`` seconds
+    ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
     open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
 
     Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError` or
