@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.rigs.descriptors import open_descriptors
+
 from .rigs.shared_memory import shared_files
 from .rigs.waiting import settle
 
@@ -60,11 +62,9 @@ def shm_dir(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 @pytest.fixture
 def nothing_left_open() -> Iterator[None]:
     """Open descriptors and threads are back to where they were at the end of the test."""
-    descriptors, threads = _descriptors(), threading.active_count()
+    descriptors, threads = open_descriptors(), threading.active_count()
     yield
-    assert settle(lambda: _descriptors() <= descriptors), f"{descriptors} descriptors before, {_descriptors()} after"
+    assert settle(lambda: open_descriptors() <= descriptors), (
+        f"{descriptors} descriptors before, {open_descriptors()} after"
+    )
     assert settle(lambda: threading.active_count() <= threads), threading.enumerate()
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208

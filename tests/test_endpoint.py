@@ -25,6 +25,7 @@ from mmcopy.errors import (
     EndpointRefusedError,
     MmcopyTimeoutError,
 )
+from tests.rigs.private_shm import private_shm
 
 from .rigs.waiting import settle
 
@@ -421,8 +422,7 @@ def test_a_worker_of_another_user_cannot_read_a_private_segment(tmp_path: pathli
 def test_a_worker_with_a_dev_shm_of_its_own(
     start: Callable[..., Program], directory: pathlib.Path, segments: Callable[[], list[str]]
 ) -> None:
-    apart = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh")
-    worker = start(WORKER, directory, "/dev/shm", prefix=apart)
+    worker = start(WORKER, directory, "/dev/shm", prefix=private_shm())
     with SenderLink.connect(worker.line(), timeout_s=LIMIT_S) as link:
         result = link.probe(timeout_s=LIMIT_S)
     assert not result.ok

@@ -14,8 +14,9 @@ from mmcopy.errors import ConfigError, PayloadError, SegmentError, SegmentNotFou
 from mmcopy.fanout import MAX_CONSUMERS, consumers_of, for_consumer, link_consumers, owner_id_for, unlink_consumers
 from mmcopy.metrics import Counter
 from mmcopy.send.routing import Reason
+from tests.rigs.private_shm import in_private_shm
 
-from .send.test_small_shm import PREAMBLE, in_private_shm
+from .send.test_small_shm import PREAMBLE
 
 SOURCE = np.random.default_rng(3).integers(0, 256, 200_003, np.uint8)
 

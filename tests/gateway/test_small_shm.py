@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.private_shm import private_shm
+
 pytestmark = [pytest.mark.gateway, pytest.mark.root]
 
 ROOT = Path(__file__).parents[2]
-PRIVATE_SHM = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+PRIVATE_SHM = private_shm()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rigs.private_shm import private_shm
 from tests.rigs.ranks import Ranks
 
 pytestmark = pytest.mark.root
@@ -51,11 +52,10 @@ def remove(names: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(hosts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    own_shm = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
     with Ranks(
         2,
         tmp_path_factory.mktemp("ranks"),
-        prefixes=[["ip", "netns", "exec", name, *own_shm] for name in hosts],
+        prefixes=[["ip", "netns", "exec", name, *private_shm("mode=1777")] for name in hosts],
         environment=[{"GLOO_SOCKET_IFNAME": "cable"}] * 2,
     ) as ranks:
         for name in STRATEGIES:

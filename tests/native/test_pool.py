@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mmcopy import _native
 from mmcopy.errors import ClosedError, ConfigError, MmcopyTimeoutError, PayloadError, SegmentSizeError
 from tests.rigs.arrays import KIB, MIB, random_bytes, resize
+from tests.rigs.descriptors import open_descriptors
 from tests.rigs.waiting import settle
 
 LIMIT_S = 60.0
@@ -42,10 +43,6 @@ def removed_segment(shm_dir: pathlib.Path, data: np.ndarray | bytes) -> _native.
 def chunked(nbytes: int, chunk_bytes: int) -> list[Piece]:
     starts = range(0, nbytes, chunk_bytes)
     return [(i, 0, start, 0, min(chunk_bytes, nbytes - start)) for i, start in enumerate(starts)]
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def copy_threads() -> list[str]:
@@ -333,16 +330,16 @@ def test_a_wait_in_another_thread_ends_with_a_cancel(pool: _native.CopyPool) -> 
 
 def test_buffers_and_segments_are_released_when_all_is_there(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
     source, slots = bytearray(b"abcdef"), [bytearray(3), bytearray(3)]
-    before = descriptors()
+    before = open_descriptors()
     segment = removed_segment(shm_dir, b"uvwxyz")
     job = pool.start([source, segment], slots, [(0, 0, 0, 0, 3), (1, 1, 0, 0, 3)])
     segment.close()
-    assert descriptors() == before + 1
+    assert open_descriptors() == before + 1
     job.permit(2)
     job.wait(0, LIMIT_S)
     job.wait(1, LIMIT_S)
     assert slots == [b"abc", b"uvw"]
-    assert descriptors() == before
+    assert open_descriptors() == before
     for buffer in (source, *slots):
         resize(buffer)
     job.wait(0, 0)

@@ -11,6 +11,7 @@ import pytest
 
 from mmcopy import _native
 from mmcopy.errors import ClosedError, ConfigError
+from tests.rigs.descriptors import open_descriptors
 from tests.rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -23,10 +24,6 @@ def removed_segments(shm_dir: pathlib.Path, count: int, nbytes: int = 5000) -> l
         opened.append(_native.Segment.open(shm_dir, f"s{number}"))
         assert opened[-1].unlink()
     return opened
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def has_closed_all(reaper: _native.Reaper) -> bool:
@@ -44,13 +41,13 @@ def test_all_is_closed_when_joined_and_it_can_be_used_again(shm_dir: pathlib.Pat
     assert "mmcopy-reaper" not in threads()
     for count in (1, 30, 2):
         opened = removed_segments(shm_dir, count)
-        before = descriptors()
+        before = open_descriptors()
         reaper.close_later(opened)
         for segment in opened:
             with pytest.raises(ClosedError):
                 segment.check(0, 1)
         assert reaper.join(30)
-        assert (reaper.pending, descriptors()) == (0, before - count)
+        assert (reaper.pending, open_descriptors()) == (0, before - count)
         assert "mmcopy-reaper" not in threads()
 
 
@@ -82,27 +79,27 @@ def test_a_job_that_reads_a_segment_keeps_it(shm_dir: pathlib.Path) -> None:
     assert segment.unlink()
     slot = bytearray(5)
     job = pool.start([segment], [slot], [(0, 0, 5, 0, 5)])
-    before = descriptors()
+    before = open_descriptors()
     reaper.close_later([segment])
     assert reaper.join(30)
-    assert descriptors() == before
+    assert open_descriptors() == before
     job.permit(1)
     job.wait(0, 30)
-    assert (slot, descriptors()) == (b"56789", before - 1)
+    assert (slot, open_descriptors()) == (b"56789", before - 1)
     pool.close(30)
 
 
 def test_several_threads_hand_over_at_once(shm_dir: pathlib.Path) -> None:
     reaper = _native.Reaper()
     batches = [removed_segments(shm_dir, 20) for _ in range(4)]
-    before = descriptors()
+    before = open_descriptors()
     users = [threading.Thread(target=lambda batch=batch: [reaper.close_later([s]) for s in batch]) for batch in batches]
     for user in users:
         user.start()
     for user in users:
         user.join(timeout=30)
     assert reaper.join(30)
-    assert descriptors() == before - 80
+    assert open_descriptors() == before - 80
 
 
 def test_bad_arguments() -> None:
@@ -120,9 +117,9 @@ def test_a_forked_child_closes_its_own_and_does_not_wait(shm_dir: pathlib.Path) 
     child = os.fork()
     if child == 0:
         try:
-            before = descriptors()
+            before = open_descriptors()
             reaper.close_later([segment])
-            good = descriptors() == before - 1 and reaper.join(0) and reaper.pending == 0
+            good = open_descriptors() == before - 1 and reaper.join(0) and reaper.pending == 0
             del reaper
             os._exit(7 if good else 1)
         finally:

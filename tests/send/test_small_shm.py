@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import textwrap
-
 import pytest
 
+from tests.rigs.private_shm import in_private_shm
+
 pytestmark = pytest.mark.root
-
-
-def in_private_shm(script: str, *, mount_options: str = "size=8m") -> dict[str, object]:
-    """Run ``script`` in a mount namespace of its own with a fresh /dev/shm; its last line is a JSON object."""
-    mount = f'mount -t tmpfs -o {mount_options} tmpfs /dev/shm && exec "$@"'
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert isinstance(result, dict)
-    return result
 
 
 PREAMBLE = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -18,14 +17,11 @@ from mmcopy import MmcopyError, errors
 from mmcopy.errors import ClosedError, ConfigError
 from mmcopy.integrations.smg import ModelInfo, SmgWorker
 from mmcopy.integrations.smg.status import RETRIED, receive_status
+from tests.rigs.descriptors import open_descriptors
 from tests.rigs.smg_messages import ENGINES
 from tests.rigs.smg_rig import MODEL, SegmentMaker, Worker, cpu_receiver, request_with, run, serving, tensor_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 @pytest.mark.parametrize("engine", ENGINES)
