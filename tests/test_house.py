@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check. Each check is also shown a house that breaks its rule."""
+"""Rules for the source tree that a program can check. Each check is also run on a tree that breaks its rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = ROOT / "python" / "mmcopy"
 
 NO_TORCH = {"errors", "config", "tensors", "metrics", "wire"}
 ENVIRONMENT_ALLOWED = {"config", "tools"}
-"""The demo hands its environment on to the programs that it starts."""
+"""The demo passes its environment to the programs that it starts."""
 
 
 def modules(package: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, ast.Module]]:
@@ -42,22 +42,22 @@ def imports(name: str, path: pathlib.Path, tree: ast.Module) -> Iterator[tuple[s
                 yield f"{source}.{alias.name}", node.lineno
 
 
-def part_of(name: str) -> str:
+def package_of(name: str) -> str:
     """``x`` of ``mmcopy.x.y``, and "" of ``mmcopy``."""
     return name.partition(".")[2].partition(".")[0]
 
 
-def torch_where_it_may_not_be(package: pathlib.Path) -> list[str]:
+def forbidden_torch_imports(package: pathlib.Path) -> list[str]:
     return [
         f"{name}:{line} imports {imported}"
         for name, path, tree in modules(package)
-        if part_of(name) in NO_TORCH
+        if package_of(name) in NO_TORCH
         for imported, line in imports(name, path, tree)
         if imported.split(".")[0] in ("torch", "cupy")
     ]
 
 
-def reads_of_the_environment(package: pathlib.Path) -> list[str]:
+def environment_reads(package: pathlib.Path) -> list[str]:
     faults = []
     for name, path, tree in modules(package):
         if path.relative_to(package).parts[0] in ENVIRONMENT_ALLOWED:
@@ -73,7 +73,7 @@ def reads_of_the_environment(package: pathlib.Path) -> list[str]:
     return faults
 
 
-def named_after_nothing(root: pathlib.Path) -> list[str]:
+def vague_names(root: pathlib.Path) -> list[str]:
     """Files and folders called utils, common, helpers or the like."""
     return [
         str(path.relative_to(root))
@@ -103,28 +103,28 @@ def undocumented(module: object, names: list[str]) -> list[str]:
     return faults
 
 
-def test_values_know_nothing_of_torch() -> None:
-    assert torch_where_it_may_not_be(PACKAGE) == []
+def test_value_modules_do_not_import_torch() -> None:
+    assert forbidden_torch_imports(PACKAGE) == []
 
 
 def test_settings_are_read_in_one_place() -> None:
-    assert reads_of_the_environment(PACKAGE) == []
+    assert environment_reads(PACKAGE) == []
 
 
-def test_every_file_is_named_after_something() -> None:
-    assert named_after_nothing(ROOT) == []
+def test_no_file_has_a_vague_name() -> None:
+    assert vague_names(ROOT) == []
 
 
 def test_every_public_name_is_documented() -> None:
     assert undocumented(mmcopy, mmcopy.__all__) == []
 
 
-def test_all_is_what_can_be_had() -> None:
+def test_all_lists_existing_names_once() -> None:
     assert len(set(mmcopy.__all__)) == len(mmcopy.__all__)
     assert [name for name in mmcopy.__all__ if not hasattr(mmcopy, name)] == []
 
 
-def test_the_face_is_small() -> None:
+def test_the_public_surface_is_small() -> None:
     assert len(mmcopy.__all__) <= 30
     entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= 20, sorted(entries)
@@ -133,12 +133,12 @@ def test_the_face_is_small() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "check", "fault"),
     [
-        ("errors.py", "if 0:\n    import torch.x\n", torch_where_it_may_not_be, "mmcopy.errors:2 imports torch.x"),
-        ("sender.py", "import os\nx = os.environ['A']\n", reads_of_the_environment, "mmcopy.sender:2 uses os.environ"),
-        ("ring.py", "from os import getenv\n", reads_of_the_environment, "mmcopy.ring:1 uses os.getenv"),
+        ("errors.py", "if 0:\n    import torch.x\n", forbidden_torch_imports, "mmcopy.errors:2 imports torch.x"),
+        ("sender.py", "import os\nx = os.environ['A']\n", environment_reads, "mmcopy.sender:2 uses os.environ"),
+        ("ring.py", "from os import getenv\n", environment_reads, "mmcopy.ring:1 uses os.getenv"),
     ],
 )  # fmt: skip
-def test_a_house_that_breaks_a_rule_is_found(
+def test_a_tree_that_breaks_a_rule_is_found(
     tmp_path: pathlib.Path, file: str, text: str, check: object, fault: str
 ) -> None:
     path = tmp_path / file
@@ -150,11 +150,11 @@ def test_a_house_that_breaks_a_rule_is_found(
     assert faults[0].startswith(fault)
 
 
-def test_a_file_without_a_name_and_a_thing_without_a_word_are_found(tmp_path: pathlib.Path) -> None:
+def test_vague_names_and_missing_docstrings_are_found(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "utils.py").touch()
     (tmp_path / "tests" / "useful.py").touch()
-    assert named_after_nothing(tmp_path) == ["tests/utils.py"]
+    assert vague_names(tmp_path) == ["tests/utils.py"]
 
     class Thing:
         """Documented."""
