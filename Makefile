@@ -21,7 +21,10 @@ PACKAGES := pyproject.toml constraints.txt Cargo.toml
 CHECKED := python tests benches examples
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .NOTPARALLEL:
+# maturin refuses to build with both a venv and conda in the environment
+unexport CONDA_PREFIX
 .PHONY: help demo test test-rust test-loom test-python test-gpu lint lint-rust lint-python typecheck format bench wheel setup \
 	setup-demo setup-dev setup-gpu venv clean distclean
 
@@ -63,7 +66,7 @@ typecheck: setup-dev ## mypy --strict, the typing tests, and the extension again
 	$(VENV_BIN)/mypy --strict tests/typing
 	$(VENV_BIN)/python -m mypy.stubtest mmcopy._native
 
-format: setup-dev ## rewrite the sources in the house's format
+format: setup-dev ## rewrite the sources in the project's format
 	cargo fmt
 	$(VENV_BIN)/ruff check --fix $(CHECKED)
 	$(VENV_BIN)/ruff format $(CHECKED)
@@ -95,7 +98,9 @@ venv:
 	@command -v cargo >/dev/null || { echo "set-up: no cargo in PATH: install a stable Rust toolchain, for example with rustup" >&2; exit 1; }
 	@wanted="$(VENV) $$($(PYTHON) -c 'import sys; print(*sys.version_info[:2])')"; \
 	found=$$($(VENV_BIN)/python -c 'import sys; print(sys.prefix, *sys.version_info[:2])' 2>/dev/null); \
-	if [ "$$found" != "$$wanted" ] || ! grep -qF "$(VENV)" $(VENV_BIN)/pip; then \
+	if [ "$$found" != "$$wanted" ] || ! grep -qF -e '!$(VENV)/' -e ' $(VENV)/' -e '"$(VENV)/' $(VENV_BIN)/pip; then \
+		[ -z "$$(ls -A .venv 2>/dev/null)" ] || [ -e .venv/pyvenv.cfg ] || \
+			{ echo "set-up: .venv is not a virtual environment: move it away" >&2; exit 1; }; \
 		echo "==> making .venv" >&2; rm -rf .venv; $(PYTHON) -m venv .venv; \
 	fi
 

@@ -6,6 +6,9 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -17,7 +20,8 @@ def set_up(folder: pathlib.Path, **variables: str) -> subprocess.CompletedProces
 
 
 def test_a_venv_is_used_again_and_replaced_when_its_folder_moved_or_its_python_has_gone(tmp_path: pathlib.Path) -> None:
-    here = tmp_path / "here"
+    # The path of the second folder is the end of the first one's: compared as text alone, they would be the same.
+    here = tmp_path / "outer" / (tmp_path / "there").relative_to("/")
     (here / "rust").mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", here)
     made = set_up(here)
@@ -39,13 +43,49 @@ def test_a_venv_is_used_again_and_replaced_when_its_folder_moved_or_its_python_h
     assert set_up(there).stderr == "==> making .venv\n"
 
 
-def test_what_is_missing_is_one_line(tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_is_not_a_venv_is_left_alone(tmp_path: pathlib.Path) -> None:
+    for name in ("rust", ".venv"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".venv" / "precious").touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    refused = set_up(tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[0] == "set-up: .venv is not a virtual environment: move it away"
+    assert (tmp_path / ".venv" / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "line"),
+    [
+        ("python", "set-up: python9.9 is not Python 3.11 or newer with its venv module: "),
+        ("cc", "set-up: no C compiler, which Rust links with: apt-get install gcc libc6-dev"),
+        ("cargo", "set-up: no cargo in PATH: install a stable Rust toolchain, "),
+    ],
+)
+def test_what_is_missing_is_one_line(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, lacking: str, line: str
+) -> None:
     (tmp_path / "rust").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
-    missing = set_up(tmp_path, PYTHON="python9.9")
+    (tmp_path / "bin").mkdir()
+    for name in {"make", "sh", "find", "cc", "cargo"} - {lacking}:
+        found = shutil.which(name)
+        assert found, name
+        (tmp_path / "bin" / name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    missing = set_up(tmp_path, **({"PYTHON": "python9.9"} if lacking == "python" else {}))
     assert missing.returncode == 2
-    assert missing.stderr.splitlines()[0] == (
-        "set-up: python9.9 is not Python 3.11 or newer with its venv module: "
-        "apt-get install python3-venv, or make PYTHON=..."
-    )
+    assert missing.stderr.startswith(line)
     assert not (tmp_path / ".venv").exists()
+
+
+def test_every_pinned_version_is_exact() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    names = [pin.split("==")[0].lower().replace("_", "-") for pin in pins]
+    assert all(pin.count("==") == 1 for pin in pins)
+    assert len(set(names)) == len(names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("demo", "dev"):
+        for requirement in project["optional-dependencies"][extra]:
+            name = requirement.split(">=")[0].split("[")[0].lower().replace("_", "-")
+            assert name in [*names, "mmcopy"], f"{name} of the extra {extra} has no pinned version"
