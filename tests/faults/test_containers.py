@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import House, house
+from tests.rigs.fault_rig import Host, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("nothing_left_open")]
 
@@ -16,10 +16,10 @@ OWN_SHM = 'mount -t tmpfs -o mode=1777,size=32m tmpfs /dev/shm; mount -t proc pr
 CONTAINER = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "sh", "-ec", OWN_SHM, "sh")
 
 
-def test_containers_with_a_dev_shm_each(house: House) -> None:
+def test_containers_with_a_dev_shm_each(host: Host) -> None:
     options = {"prefix": CONTAINER, "shm_dir": "/dev/shm"}
-    workers = [house.worker(f"grpc://{n}", **options) for n in range(2)]
-    sender = house.sender(arena_bytes=2 * MIB, arena_wait_s=0.02, **options)
+    workers = [host.worker(f"grpc://{n}", **options) for n in range(2)]
+    sender = host.sender(arena_bytes=2 * MIB, arena_wait_s=0.02, **options)
     for worker in workers:
         assert sender.ask("connect", worker=worker.address) == "proof_failed"
         assert sender.uses_leases(worker)
@@ -42,6 +42,6 @@ def test_containers_with_a_dev_shm_each(house: House) -> None:
     assert sender.ask("shared_files") == workers[1].ask("shared_files") == []
     sender.kill()
     assert settle(lambda: workers[1].ask("held") == [])
-    heir = house.sender(arena_bytes=MIB, **options)
+    heir = host.sender(arena_bytes=MIB, **options)
     assert settle(lambda: heir.uses_leases(workers[1]))
     heir.check_books()

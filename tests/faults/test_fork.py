@@ -20,10 +20,10 @@ from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import ClosedError
 from mmcopy.send.leases import StreamingSend
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import LIMIT_S, Failed, House, Sender, Worker, house
+from tests.rigs.fault_rig import LIMIT_S, Failed, Host, Sender, Worker, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -69,9 +69,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_children_under_load_own_nothing_and_hang_nowhere(house: House) -> None:
-    workers = [house.worker(f"grpc://{n}") for n in range(2)]
-    sender = house.sender(*workers, arena_bytes=8 * MIB)
+def test_children_under_load_own_nothing_and_hang_nowhere(host: Host) -> None:
+    workers = [host.worker(f"grpc://{n}") for n in range(2)]
+    sender = host.sender(*workers, arena_bytes=8 * MIB)
     lease = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[workers[0].address])
     held = sender.ask("send_and_note", nbytes=6000, seed=3, workers=[worker.address for worker in workers])
     assert (lease["path"], held["path"]) == ("lease", "lease")
@@ -85,20 +85,20 @@ def test_children_under_load_own_nothing_and_hang_nowhere(house: House) -> None:
     sender.check_books()
 
 
-def test_a_child_takes_no_segment_of_its_parent_back(house: House) -> None:
-    worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=0)
+def test_a_child_takes_no_segment_of_its_parent_back(host: Host) -> None:
+    worker = host.worker("grpc://w")
+    sender = host.sender(worker, arena_bytes=0)
     told = sender.ask("send_and_note", nbytes=5000, seed=1, workers=[worker.address])
     assert told["path"] == "segment"
     assert sender.ask("fork", stays=False)[1] == []
     assert worker.receive(told, seeds=[1])
 
 
-def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
-    victim, witness = house.worker("grpc://victim"), house.worker("grpc://witness")
-    sender = house.sender(victim, witness, arena_bytes=8 * MIB)
+def test_children_that_live_on_keep_neither_side_alive(host: Host) -> None:
+    victim, witness = host.worker("grpc://victim"), host.worker("grpc://witness")
+    sender = host.sender(victim, witness, arena_bytes=8 * MIB)
     unread = sender.send(victim, witness, nbytes=50_000, seed=1)
-    segment_sender = house.sender(witness, arena_bytes=0)
+    segment_sender = host.sender(witness, arena_bytes=0)
     left = segment_sender.send(witness, nbytes=50_000, seed=2)
     children = []
     try:
@@ -118,7 +118,7 @@ def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
             witness.receive(lost, seeds=[3])
         # The lock of a killed sender is free, too: the next one removes its segments.
         segment_sender.kill()
-        heir = house.sender(witness, arena_bytes=0)
+        heir = host.sender(witness, arena_bytes=0)
         heir.ask("cancel", told=heir.send(witness, nbytes=10, seed=1))
         assert heir.ask("metrics")["segments_removed"]["swept"] == 1
         with pytest.raises(Failed, match="SegmentNotFoundError"):
@@ -130,8 +130,8 @@ def test_children_that_live_on_keep_neither_side_alive(house: House) -> None:
     assert settle(lambda: not any(is_alive(child) for child in children))
 
 
-def test_a_child_forked_during_a_hand_over_does_not_keep_the_worker_alive(house: House) -> None:
-    worker = house.worker("grpc://w")
+def test_a_child_forked_during_a_hand_over_does_not_keep_the_worker_alive(host: Host) -> None:
+    worker = host.worker("grpc://w")
     arena = _native.Arena(2 * MIB)
     link = SenderLink.connect(worker.address[1], timeout_s=LIMIT_S)
     child = 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import LIMIT_S, House, Told, house
+from tests.rigs.fault_rig import LIMIT_S, Host, Told, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 SLOWER = 100
 
 
-def test_a_worker_100_times_slower_holds_its_own_leases_only(house: House) -> None:
-    slow, fast, other = (house.worker(f"grpc://{name}") for name in ("slow", "fast", "other"))
-    sender = house.sender(slow, fast, other, arena_bytes=16 * MIB)
+def test_a_worker_100_times_slower_holds_its_own_leases_only(host: Host) -> None:
+    slow, fast, other = (host.worker(f"grpc://{name}") for name in ("slow", "fast", "other"))
+    sender = host.sender(slow, fast, other, arena_bytes=16 * MIB)
     backlog: list[tuple[Told, int]] = []
     for seed in range(2 * SLOWER):
         backlog.append((sender.send(slow, nbytes=20_000, seed=seed), seed))
@@ -40,10 +40,10 @@ def test_a_worker_100_times_slower_holds_its_own_leases_only(house: House) -> No
     sender.check_books()
 
 
-def test_a_worker_that_lets_go_of_nothing_leaves_room_for_its_peers(house: House) -> None:
+def test_a_worker_that_lets_go_of_nothing_leaves_room_for_its_peers(host: Host) -> None:
     """It gets segments when it holds its share; the others go on by leases, and wait for nothing."""
-    slow, fast = house.worker("grpc://slow"), house.worker("grpc://fast")
-    sender = house.sender(slow, fast, arena_bytes=2 * MIB, arena_wait_s=0.02)
+    slow, fast = host.worker("grpc://slow"), host.worker("grpc://fast")
+    sender = host.sender(slow, fast, arena_bytes=2 * MIB, arena_wait_s=0.02)
     backlog = []
     for seed in range(10):
         backlog.append(sender.send(slow, nbytes=200_000, seed=seed))
@@ -68,19 +68,19 @@ def test_a_worker_that_lets_go_of_nothing_leaves_room_for_its_peers(house: House
     sender.check_books()
 
 
-def test_full_for_longer_than_the_wait_and_no_shared_memory_either(house: House) -> None:
+def test_full_for_longer_than_the_wait_and_no_shared_memory_either(host: Host) -> None:
     """Lease, then segment, then inside the message; and back, one by one, when there is room again."""
-    worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=0.05, probe_max_age_s=3600.0)
+    worker = host.worker("grpc://w")
+    sender = host.sender(worker, arena_bytes=2 * MIB, arena_wait_s=0.05, probe_max_age_s=3600.0)
     tolds = [sender.send(worker, nbytes=MIB, seed=seed) for seed in range(2)]
     tolds.append(sender.send(worker, nbytes=MIB, seed=2))
-    away = house.shm_dir.with_name("away")
-    house.shm_dir.rename(away)
+    away = host.shm_dir.with_name("away")
+    host.shm_dir.rename(away)
     try:
         tolds.append(sender.send(worker, nbytes=MIB, seed=3))
         tolds += sender.ask("send_many", sizes=[MIB, 1000], seed=4, workers=[worker.address])
     finally:
-        away.rename(house.shm_dir)
+        away.rename(host.shm_dir)
     assert [told["path"] for told in tolds] == ["lease", "lease", "segment", "inline", "inline", "inline"]
     counted = sender.ask("metrics")
     # The group waits once, together.
@@ -91,10 +91,10 @@ def test_full_for_longer_than_the_wait_and_no_shared_memory_either(house: House)
     sender.check_books()
 
 
-def test_room_that_comes_within_the_wait_is_used(house: House) -> None:
+def test_room_that_comes_within_the_wait_is_used(host: Host) -> None:
     """Reclaim does not depend on a new request: the one that waits wakes up by itself."""
-    worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=30.0)
+    worker = host.worker("grpc://w")
+    sender = host.sender(worker, arena_bytes=2 * MIB, arena_wait_s=30.0)
     held = sender.send(worker, nbytes=2 * MIB, seed=1)
     waiting = [sender.begin("send", nbytes=MIB, seed=seed, workers=[worker.address]) for seed in (2, 3)]
     assert settle(lambda: sender.ask("waiting") == 2)

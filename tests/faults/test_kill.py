@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, House, Sender, Told, Worker, house
+from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, Host, Sender, Told, Worker, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -53,9 +53,9 @@ STAGES = ["before send", "half written", "between send and receive", "during a r
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_worker(house: House, stage: str) -> None:
-    victim, witness = house.worker("grpc://victim"), house.worker("grpc://witness")
-    sender = house.sender(victim, witness, arena_bytes=ARENA_BYTES)
+def test_a_killed_worker(host: Host, stage: str) -> None:
+    victim, witness = host.worker("grpc://victim"), host.worker("grpc://witness")
+    sender = host.sender(victim, witness, arena_bytes=ARENA_BYTES)
     told: Told | None = None
     receiving: Future[Any] | None = None
     if stage == "between send and receive":
@@ -84,7 +84,7 @@ def test_a_killed_worker(house: House, stage: str) -> None:
     assert sender.send(victim, nbytes=10, seed=1)["path"] == "inline"
     assert sender.ask("metrics")["inline_fallbacks"] == {"worker_gone": 1}
     # A worker in its place is used; what was meant for the dead one is a clean error there.
-    heir = house.worker("grpc://victim")
+    heir = host.worker("grpc://victim")
     sender.ask("connect", worker=heir.address)
     if told is not None:
         assert outcome(heir.begin("receive", items=[told], seeds=[1])) in ("LeaseError", "LeaseForgedError")
@@ -95,10 +95,10 @@ def test_a_killed_worker(house: House, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_sender(house: House, stage: str) -> None:
-    worker, witness = house.worker("grpc://w"), house.worker("grpc://witness")
-    sender = house.sender(worker, witness, arena_bytes=ARENA_BYTES)
-    bystander = house.sender(worker, arena_bytes=MIB)
+def test_a_killed_sender(host: Host, stage: str) -> None:
+    worker, witness = host.worker("grpc://w"), host.worker("grpc://witness")
+    sender = host.sender(worker, witness, arena_bytes=ARENA_BYTES)
+    bystander = host.sender(worker, arena_bytes=MIB)
     waiting = bystander.send(worker, nbytes=12_345, seed=9)
     told: Told | None = None
     receiving: Future[Any] | None = None
@@ -125,17 +125,17 @@ def test_a_killed_sender(house: House, stage: str) -> None:
     # The others go on, and so does a sender in its place.
     assert worker.receive(waiting, seeds=[9])
     assert bystander.uses_leases(worker)
-    heir = house.sender(worker, witness, arena_bytes=MIB)
+    heir = host.sender(worker, witness, arena_bytes=MIB)
     assert heir.uses_leases(worker)
     assert heir.uses_leases(witness)
     for each in (bystander, heir):
         assert each.check_books()["consumers_gone"] == 0
 
 
-def test_what_is_being_copied_when_its_sender_dies_arrives_whole(house: House) -> None:
+def test_what_is_being_copied_when_its_sender_dies_arrives_whole(host: Host) -> None:
     """The mapping outlives the sender: a receive of finished leases that has begun ends well."""
-    worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=ARENA_BYTES)
+    worker = host.worker("grpc://w")
+    sender = host.sender(worker, arena_bytes=ARENA_BYTES)
     items = sender.ask("send_many", sizes=[30 * MIB, 30 * MIB, 1], seed=5, workers=[worker.address])
     answer = worker.begin("receive", items=items, seeds=[5, 6, 7])
     settle(lambda: worker.ask("held") == [3] or answer.done())
@@ -144,10 +144,10 @@ def test_what_is_being_copied_when_its_sender_dies_arrives_whole(house: House) -
     assert worker.ask("metrics")["leases_released"] == {"received": 3}
 
 
-def test_a_worker_that_dies_while_its_sender_waits_for_room(house: House) -> None:
+def test_a_worker_that_dies_while_its_sender_waits_for_room(host: Host) -> None:
     """The wait for a full arena ends in the message, not in an error."""
-    worker = house.worker("grpc://w")
-    sender = house.sender(worker, arena_bytes=2 * MIB, arena_wait_s=30.0)
+    worker = host.worker("grpc://w")
+    sender = host.sender(worker, arena_bytes=2 * MIB, arena_wait_s=30.0)
     assert sender.send(worker, nbytes=2 * MIB, seed=1)["path"] == "lease"
     sends = [
         sender.begin("send", nbytes=1000, seed=2, workers=[worker.address]),
@@ -163,9 +163,9 @@ def test_a_worker_that_dies_while_its_sender_waits_for_room(house: House) -> Non
     sender.check_books()
 
 
-def test_one_of_three_readers_dies(house: House) -> None:
-    workers = [house.worker(f"grpc://{n}") for n in range(3)]
-    sender = house.sender(*workers, arena_bytes=MIB)
+def test_one_of_three_readers_dies(host: Host) -> None:
+    workers = [host.worker(f"grpc://{n}") for n in range(3)]
+    sender = host.sender(*workers, arena_bytes=MIB)
     unread, half_read = (sender.send(*workers, nbytes=100_000, seed=seed) for seed in (1, 2))
     for worker in workers[:2]:
         assert worker.receive(half_read, seeds=[2])
@@ -185,10 +185,10 @@ def test_one_of_three_readers_dies(house: House) -> None:
     sender.check_books()
 
 
-def test_what_the_heir_was_sent_is_not_taken_back_with_what_the_dead_was_sent(house: House) -> None:
+def test_what_the_heir_was_sent_is_not_taken_back_with_what_the_dead_was_sent(host: Host) -> None:
     """The same url, another socket; the sender learns of the death when the heir is in use already."""
-    victim, heir = house.worker("grpc://w"), house.worker("grpc://w")
-    sender = house.sender(victim, heir, arena_bytes=0)
+    victim, heir = host.worker("grpc://w"), host.worker("grpc://w")
+    sender = host.sender(victim, heir, arena_bytes=0)
     lost, kept = sender.send(victim, nbytes=5000, seed=1), sender.send(heir, nbytes=5000, seed=2)
     assert (lost["path"], kept["path"]) == ("segment", "segment")
     victim.kill()

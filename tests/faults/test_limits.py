@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import House, Sender, Worker, house
+from tests.rigs.fault_rig import Host, Sender, Worker, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -22,10 +22,10 @@ def leases_again(sender: Sender, worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("free", [0, 3, 6])
-def test_a_sender_short_of_descriptors(house: House, free: int) -> None:
+def test_a_sender_short_of_descriptors(host: Host, free: int) -> None:
     """From the start: it cannot connect, or not prove, or not make the arena. All arrives, and later by leases."""
-    worker = house.worker("grpc://w")
-    sender = house.sender(arena_bytes=MIB)
+    worker = host.worker("grpc://w")
+    sender = host.sender(arena_bytes=MIB)
     lift = sender.limit_descriptors(free)
     for seed in range(3):
         told = sender.send(worker, nbytes=5000, seed=seed)
@@ -39,9 +39,9 @@ def test_a_sender_short_of_descriptors(house: House, free: int) -> None:
 
 
 @pytest.mark.parametrize("free", [0, 3])
-def test_a_sender_that_has_no_descriptor_for_one_more_worker(house: House, free: int) -> None:
-    known, late = house.worker("grpc://known"), house.worker("grpc://late")
-    sender = house.sender(known, arena_bytes=MIB)
+def test_a_sender_that_has_no_descriptor_for_one_more_worker(host: Host, free: int) -> None:
+    known, late = host.worker("grpc://known"), host.worker("grpc://late")
+    sender = host.sender(known, arena_bytes=MIB)
     lift = sender.limit_descriptors(free)
     told = sender.send(late, nbytes=5000, seed=1)
     assert told["path"] != "lease"
@@ -54,11 +54,11 @@ def test_a_sender_that_has_no_descriptor_for_one_more_worker(house: House, free:
 
 
 @pytest.mark.parametrize("free", [0, 4, 5])
-def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
+def test_a_worker_short_of_descriptors(host: Host, free: int) -> None:
     """One for the connection, one to look at a probe or a segment, four for the arena."""
-    worker = house.worker("grpc://w")
+    worker = host.worker("grpc://w")
     lift = worker.limit_descriptors(free)
-    sender = house.sender(arena_bytes=MIB)
+    sender = host.sender(arena_bytes=MIB)
     sent = [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2)]
     sender.ask("connect", worker=worker.address)
     sent += [sender.send(worker, nbytes=5000, seed=seed) for seed in range(2, 4)]
@@ -72,11 +72,11 @@ def test_a_worker_short_of_descriptors(house: House, free: int) -> None:
     sender.check_books()
 
 
-def test_descriptors_stay_flat_over_workers_that_come_and_go(house: House) -> None:
-    sender = house.sender(arena_bytes=MIB)
+def test_descriptors_stay_flat_over_workers_that_come_and_go(host: Host) -> None:
+    sender = host.sender(arena_bytes=MIB)
     counts = []
     for _ in range(4):
-        worker = house.worker("grpc://w")
+        worker = host.worker("grpc://w")
         sender.ask("connect", worker=worker.address)
         assert sender.uses_leases(worker)
         worker.kill()
@@ -85,14 +85,14 @@ def test_descriptors_stay_flat_over_workers_that_come_and_go(house: House) -> No
     assert settle(lambda: sender.num_descriptors() <= counts[0]), counts
 
 
-def test_a_directory_that_is_removed_under_a_worker(house: House, tmp_path: pathlib.Path) -> None:
+def test_a_directory_that_is_removed_under_a_worker(host: Host, tmp_path: pathlib.Path) -> None:
     """As a cleaner of /tmp does: who is connected goes on, who comes later has no way in, and closing is clean."""
     directory = tmp_path / "d"
-    worker = house.worker("grpc://w", directory=str(directory))
-    sender = house.sender(worker, arena_bytes=MIB)
+    worker = host.worker("grpc://w", directory=str(directory))
+    sender = host.sender(worker, arena_bytes=MIB)
     shutil.rmtree(directory)
     assert sender.uses_leases(worker)
-    late = house.sender(arena_bytes=MIB)
+    late = host.sender(arena_bytes=MIB)
     assert late.ask("connect", worker=worker.address) == "proof_failed"
     told = late.send(worker, nbytes=5000, seed=1)
     assert told["path"] == "inline"

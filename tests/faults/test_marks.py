@@ -7,17 +7,17 @@ import re
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import Failed, House, house
+from tests.rigs.fault_rig import Failed, Host, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 
-def test_garbage_over_its_marks_harms_the_one_that_writes_it(house: House) -> None:
-    mad, sound = house.worker("grpc://mad"), house.worker("grpc://sound")
-    sender = house.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
+def test_garbage_over_its_marks_harms_the_one_that_writes_it(host: Host) -> None:
+    mad, sound = host.worker("grpc://mad"), host.worker("grpc://sound")
+    sender = host.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
     kept = [sender.send(mad, sound, nbytes=10_000, seed=seed) for seed in range(20)]
     assert {told["path"] for told in kept} == {"lease"}
     mad.ask("scribble", seed=1)
@@ -37,16 +37,16 @@ def test_garbage_over_its_marks_harms_the_one_that_writes_it(house: House) -> No
     mad.ask("stop_scribbling")
     mad.kill()
     assert sender.check_books()["consumers"] == 1
-    heir = house.worker("grpc://mad")
+    heir = host.worker("grpc://mad")
     sender.ask("connect", worker=heir.address)
     assert sender.uses_leases(heir)
     sender.check_books()
 
 
-def test_a_worker_that_lets_go_of_what_it_reads_lets_go_for_itself_alone(house: House) -> None:
+def test_a_worker_that_lets_go_of_what_it_reads_lets_go_for_itself_alone(host: Host) -> None:
     """The exact marks of a lease that it shares, written too early."""
-    mad, sound = house.worker("grpc://mad"), house.worker("grpc://sound")
-    sender = house.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
+    mad, sound = host.worker("grpc://mad"), host.worker("grpc://sound")
+    sender = host.sender(mad, sound, arena_bytes=2 * MIB, arena_wait_s=0.02)
     shared = sender.send(mad, sound, nbytes=50_000, seed=1)
     own = sender.send(mad, nbytes=50_000, seed=2)
     for told in (shared, own):

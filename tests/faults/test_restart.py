@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 
 from tests.rigs.arrays import MIB
-from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, House, Process, Sender, Told, Worker, house
+from tests.rigs.fault_rig import LIMIT_S, Failed, Gone, Host, Process, Sender, Told, Worker, host
 from tests.rigs.waiting import settle
 
-__all__ = ["house"]
+__all__ = ["host"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -36,8 +36,8 @@ KINDS_OF_A_KILL = {each.partition(":")[0] for each in OF_A_KILL}
 class Crossed:
     """All pairs, and what became of their tensors."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
+    def __init__(self, host: Host) -> None:
+        self.host = host
         self.workers: list[Worker] = [self.new_worker(n) for n in range(2)]
         self.senders: list[Sender] = [self.new_sender() for _ in range(2)]
         self.kills = Counter[Process]()
@@ -49,10 +49,10 @@ class Crossed:
         self.stopping = threading.Event()
 
     def new_worker(self, at: int) -> Worker:
-        return self.house.worker(f"grpc://{at}", timeout_s=10.0)
+        return self.host.worker(f"grpc://{at}", timeout_s=10.0)
 
     def new_sender(self) -> Sender:
-        return self.house.sender(*self.workers, **SENDER_OPTIONS)
+        return self.host.sender(*self.workers, **SENDER_OPTIONS)
 
     def pump(self, at: int, to: int, first_seed: int) -> None:
         for seed in itertools.count(first_seed):
@@ -121,8 +121,8 @@ class Crossed:
                     worker.receive(told, seeds=[1])
 
 
-def test_each_side_is_restarted_in_turn_under_load(house: House) -> None:
-    crossed = Crossed(house)
+def test_each_side_is_restarted_in_turn_under_load(host: Host) -> None:
+    crossed = Crossed(host)
     threads = [
         threading.Thread(target=crossed.pump, args=(at, to, 1_000_000 * n))
         for n, (at, to, _) in enumerate(itertools.product(range(2), range(2), range(THREADS_A_PAIR)))

@@ -205,7 +205,7 @@ def _ignore(_: object) -> None:
     """A function's result that nobody wants."""
 
 
-class House:
+class Host:
     """Where the processes of one test live: their shared memory and their sockets."""
 
     def __init__(self, shm_dir: pathlib.Path, sockets: pathlib.Path) -> None:
@@ -217,7 +217,7 @@ class House:
         return self._noted(Worker(url, **{"directory": str(self.sockets), "shm_dir": str(self.shm_dir), **options}))
 
     def sender(self, *workers: Worker, **options: Any) -> Sender:
-        """One that has proved ``workers`` and given them its arena."""
+        """One that has probed ``workers`` and given them its arena."""
         sender = self._noted(Sender(**{"shm_dir": str(self.shm_dir), **options}))
         for worker in workers:
             assert sender.ask("connect", worker=worker.address) is None
@@ -246,9 +246,9 @@ class House:
 
 
 @pytest.fixture
-def house(shm_dir: pathlib.Path) -> Iterator[House]:
+def host(shm_dir: pathlib.Path) -> Iterator[Host]:
     """Whose end checks that nothing is left."""
     with tempfile.TemporaryDirectory(prefix="mmcopy-test-") as name:  # paths of sockets are short
-        house = House(shm_dir, pathlib.Path(name) / "run")
-        yield house
-        house.close()
+        host = Host(shm_dir, pathlib.Path(name) / "run")
+        yield host
+        host.close()
