@@ -79,7 +79,7 @@ wheel: setup ## build the abi3 wheel into dist/
 	$(VENV_BIN)/maturin build --release --locked --out dist
 
 # One set-up at a time in this folder. The second make sees what `venv` has replaced.
-SET_UP = @flock Makefile $(MAKE) --no-print-directory venv >&2 && flock Makefile $(MAKE) --no-print-directory -s >&2
+SET_UP = +@flock Makefile $(MAKE) --no-print-directory venv >&2 && flock Makefile $(MAKE) --no-print-directory -s >&2
 
 setup: ## make .venv and build the extension in place
 	$(SET_UP) $(NATIVE)
