@@ -17,7 +17,7 @@ _SIZES = (64 << 10, 4 << 20)
 
 
 _ARENA_BYTES = 16 << 20
-_PROOF_LIMIT_S = 5.0
+_PROBE_LIMIT_S = 5.0
 
 
 def warm_receiver(receiver: Receiver) -> None:
@@ -47,7 +47,7 @@ def _warm_leases(receiver: Receiver, socket: str, arrays: list[Any]) -> None:
     worker = WorkerSpec("grpc://prewarm.invalid", labels={ENDPOINT_LABEL: socket})
     with Sender(TransportConfig(mode="auto", shm_min_bytes=0), arena_bytes=_ARENA_BYTES) as sender:
         with contextlib.suppress(MmcopyError):
-            sender.connect(worker, timeout_s=_PROOF_LIMIT_S)
+            sender.connect(worker, timeout_s=_PROBE_LIMIT_S)
         together = sender.send_many(arrays, worker=worker)
         with sender.guard(*together):
             receiver.receive(together)

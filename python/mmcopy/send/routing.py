@@ -172,6 +172,9 @@ _OVERCOME_BY_AN_ARENA = frozenset(
 """What speaks against a file in /dev/shm does not speak against memory that was handed to the worker."""
 
 
+_LEASE, _SEGMENT = Decision("lease"), Decision("segment")
+
+
 def decide(delivery: Delivery, snapshot: Snapshot, nbytes: int, consumers: int = 1) -> Decision:
     """The path of a tensor of ``nbytes`` bytes, after its cast, that ``consumers`` receivers read on their own.
 
@@ -194,11 +197,11 @@ def decide(delivery: Delivery, snapshot: Snapshot, nbytes: int, consumers: int =
     # Where one of several receivers gets the tensor, the sender does not know which.
     has_slots = snapshot.slots and (delivery.several_readers or len(delivery.receivers) == 1)
     if has_slots and consumers <= len(snapshot.slots) and (reason is None or reason in _OVERCOME_BY_AN_ARENA):
-        return Decision("lease")
+        return _LEASE
     if snapshot.down and (reason is None or has_names):
         return Decision("inline", Reason.WORKER_DOWN, f"worker {snapshot.down} is down")
     if reason is None:
-        return Decision("segment")
+        return _SEGMENT
     return Decision("inline", reason, detail)
 
 

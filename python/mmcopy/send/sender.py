@@ -406,9 +406,10 @@ class Sender:
         self, tensors: Sequence[_Outgoing], delivery: Delivery, consumers: int, *, may_lease: bool = True
     ) -> list[TensorData]:
         """Publish the tensors of one request, all or none."""
-        snapshot = self._look(delivery, max((tensor.nbytes for tensor in tensors), default=0))
-        without = snapshot._replace(slots=()) if snapshot.slots else snapshot
-        decisions = [decide(delivery, snapshot if may_lease else without, t.nbytes, consumers) for t in tensors]
+        snapshot = self._look(delivery, max([tensor.nbytes for tensor in tensors], default=0))
+        if not may_lease:
+            snapshot = snapshot._replace(slots=())
+        decisions = [decide(delivery, snapshot, tensor.nbytes, consumers) for tensor in tensors]
         payloads: list[Inline | ShmHandle | None] = [None] * len(tensors)
         writers: list[LeaseWriter] = []
         try:
@@ -419,12 +420,14 @@ class Sender:
                 self._write(writers, [tensors[n] for n in leased])
                 for n, writer in zip(leased, writers, strict=True):
                     payloads[n] = _handle_of(writer)
-            for n, tensor in enumerate(tensors):
-                if payloads[n] is None:
-                    decision = decisions[n]
-                    if decision.path == "lease":  # the arena had no room for it
-                        decision = decide(delivery, without, tensor.nbytes, consumers)
-                    payloads[n] = self._segment_or_inline(tensor, delivery, decision, consumers)
+            if len(writers) < len(tensors):
+                without = snapshot._replace(slots=())
+                for n, tensor in enumerate(tensors):
+                    if payloads[n] is None:
+                        decision = decisions[n]
+                        if decision.path == "lease":  # the arena had no room for it
+                            decision = decide(delivery, without, tensor.nbytes, consumers)
+                        payloads[n] = self._segment_or_inline(tensor, delivery, decision, consumers)
             return self._described(tensors, payloads, delivery)
         except BaseException:
             for writer in writers:

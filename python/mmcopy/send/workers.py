@@ -319,8 +319,7 @@ class Workers:
                     down = worker.url
         for known in ended:
             self._report(known)
-        has_all = len(slots) == len(receivers)
-        return Snapshot(tuple(sharing), tuple(slots) if has_all else (), down), waits_for
+        return Snapshot(tuple(sharing), tuple(slots) if len(slots) == len(receivers) else (), down), waits_for
 
     def _known(self, worker: WorkerSpec) -> _Worker:
         key = (worker.url, worker.labels.get(ENDPOINT_LABEL, ""))

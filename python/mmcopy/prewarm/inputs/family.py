@@ -85,7 +85,7 @@ Input: TypeAlias = Noise | Values
 
 
 class Family(ABC):
-    """One family of models. Subclass it, give ``model_types``, and hand it to :func:`mmcopy.encoders.register_family`.
+    """One family of models. Subclass it, give ``model_types``, and pass it to :func:`register_family`.
 
     A family holds no state. ``config`` is always the model's config as nested dicts; a tower's own config does too.
     """

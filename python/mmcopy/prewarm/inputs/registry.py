@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mmcopy.errors import ConfigError, UnknownFamilyError
 
-from .families import ALL
+from .builtin import ALL
 from .family import Config, Family
 
 __all__ = ["families", "family_for", "register_family"]
