@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import pathlib
 import re
@@ -18,9 +20,22 @@ import pytest
 
 from mmcopy import TensorData
 from mmcopy.errors import ClosedError, DeviceMemoryError, MmcopyTimeoutError, NoSpaceError, SegmentError
+from mmcopy.integrations.smg.status import receive_status
+from mmcopy.receive.group.digest import Digest, Status, raise_failure, text_of
 from mmcopy.wire.payload import Key
 from tests.rigs.smg_messages import load
-from tests.rigs.smg_rig import Client, SegmentMaker, Worker, cpu_receiver, request_with, run, serving, tensor_of
+from tests.rigs.smg_rig import (
+    Client,
+    GatedWorker,
+    SegmentMaker,
+    Worker,
+    cpu_receiver,
+    request_with,
+    run,
+    serving,
+    tensor_of,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -255,6 +270,39 @@ def test_two_tensors_of_one_name(shm_dir: pathlib.Path) -> None:
     serve(shm_dir, body)
 
 
+def test_two_tensors_of_one_name_are_refused_without_waiting_for_a_thread(shm_dir: pathlib.Path) -> None:
+    maker = SegmentMaker(shm_dir)
+    holding, double = (request_with("tokenspeed", request_id=name) for name in ("holding", "double"))
+    maker.fill(tensor_of(holding))
+    names = maker.names()
+    maker.fill(tensor_of(double))
+    maker.fill(tensor_of(double, "encoder_input"))
+
+    async def test(worker: GatedWorker) -> None:
+        async with serving(worker) as client:
+            held = asyncio.create_task(client.generate(holding))
+            await until(worker.gate.arrived.is_set)
+            try:
+                code, _ = await client.refused(double)
+                assert (code, maker.names()) == ("INVALID_ARGUMENT", names)
+            finally:
+                worker.gate.open()
+            assert await held
+
+    with cpu_receiver(shm_dir) as receiver:
+        run(test(GatedWorker(receiver, receive_threads=1)))
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ELOOP, "INVALID_ARGUMENT"), (errno.EIO, "INTERNAL")])
+def test_a_group_answers_a_bad_segment_like_a_single_rank(number: int, code: str) -> None:
+    own = SegmentError(number, "refused", "/dev/shm/a")
+    failed = Digest(1, 0, Status.FAILED, 1, 16, bytes(16), bytes(16), False, text_of(own))
+    with pytest.raises(SegmentError) as raised:
+        raise_failure([failed, failed], own)
+    alone, in_group = (receive_status(error, has_segments=True).code for error in (own, raised.value))
+    assert alone == in_group == code
+
+
 @pytest.mark.parametrize(
     ("kind", "code_when_inline"),
     [
@@ -306,6 +354,22 @@ def test_a_receive_that_loses_a_tensor(shm_dir: pathlib.Path) -> None:
         assert "receive returned ['item0.grid'], want ['item0.encoder_input', 'item0.grid']" in details
 
     serve(shm_dir, body, Losing)
+
+
+def test_a_receive_that_returns_other_keys(shm_dir: pathlib.Path) -> None:
+    class Relabelling(Worker):
+        def receive(self, tensors: Mapping[Key, TensorData]) -> Mapping[Any, Any]:
+            return {f"item{index}.{name}": tensor for (index, name), tensor in super().receive(tensors).items()}
+
+    maker, request = SegmentMaker(shm_dir), request_with("tokenspeed")
+    maker.fill(tensor_of(request))
+
+    async def body(client: Client, _: Worker) -> None:
+        code, details = await client.refused(request)
+        assert (code, maker.names()) == ("INTERNAL", [])
+        assert "receive returned [\"'item0.encoder_input'\"], want ['item0.encoder_input']" in details
+
+    serve(shm_dir, body, Relabelling)
 
 
 @pytest.mark.root

@@ -58,8 +58,9 @@ class _Job:
             data = self._read()
             tensors = self._receive(data)
             if tensors.keys() != data.keys():
-                found, wanted = (sorted(map(label_of, each)) for each in (tensors, data))
-                raise TypeError(f"receive returned {found}, want {wanted}")
+                # An override may return keys of any kind: only ours have a label.
+                found = sorted(label_of(key) if key in data else repr(key) for key in tensors)
+                raise TypeError(f"receive returned {found}, want {sorted(map(label_of, data))}")
         except BaseException as error:
             # The receiver has released what it was given; not so when reading the message or an override failed.
             self.release()

@@ -279,14 +279,15 @@ class Service(ABC):
             if unready is not None:
                 raise StatusError(unready.code, unready.message)
             request = self._describe(rpc, message)
+            by_key = unique(tensors)
         except Exception:
             await self._intake.release(handles)
             raise
-        if not tensors:
+        if not by_key:
             return request
 
         def read() -> dict[Key, TensorData]:
-            return {key: self.wire.from_proto(tensor) for key, tensor in unique(tensors).items()}
+            return {key: self.wire.from_proto(tensor) for key, tensor in by_key.items()}
 
         received = await self._intake.receive(request.request_id, handles, read)
         items = tuple([replace(item, tensors={}, data={}) for item in request.items])
