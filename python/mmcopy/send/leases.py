@@ -122,7 +122,7 @@ class StreamingSend:
         forked child :class:`ClosedError` at once, because the parent writes.
         """
         if self._is_forked:
-            raise ClosedError(f"process {self._process.pid} writes it, of which this one is a child")
+            raise ClosedError(f"process {self._process.pid} writes it, and this process was forked from that one")
         if self._writing is not None:
             try:
                 self._writing.result(timeout_s)

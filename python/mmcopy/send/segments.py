@@ -28,8 +28,8 @@ __all__ = ["SegmentWriter"]
 
 _log = logging.getLogger(__name__)
 
-# What a failed write is counted as. Anything else is a defect, or the caller's: it is raised.
-_WRITE_FAILURES: tuple[tuple[type[MmcopyError], Reason], ...] = (
+# What a failed write is counted as, by the error's class.
+_WRITE_FAILURES: tuple[tuple[type[SegmentError], Reason], ...] = (
     (NoSpaceError, Reason.NO_SPACE),
     (SegmentPermissionError, Reason.PERMISSION),
     (SegmentNotFoundError, Reason.NOT_FOUND),
@@ -60,9 +60,9 @@ class SegmentWriter:
             )
             if consumers > 1:
                 self._link(name, consumers)
-        except tuple(kind for kind, _ in _WRITE_FAILURES) as error:
+        except SegmentError as error:  # any other error is a defect, or the caller's
             reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
-            if isinstance(error, SegmentError) and error.errno == errno.EEXIST:
+            if error.errno == errno.EEXIST:
                 reason = Reason.EXISTS
             self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=runtime)
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)

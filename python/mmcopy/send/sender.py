@@ -64,7 +64,7 @@ Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
 """Who a tensor is for: one worker, several that all read it, a delivery of a route, or no worker in particular."""
 
 _NO_SNAPSHOT = Snapshot()
-_DECIDED = frozenset({Reason.MODE, Reason.RECEIVERS_DISAGREE, Reason.NO_WORKER})
+_DECIDED = frozenset({Reason.MODE, Reason.RECEIVERS_DISAGREE})
 """Reasons that hold whatever is known of the workers."""
 
 
@@ -247,8 +247,9 @@ class Sender:
         tensor = _outgoing(array, dtype)
         writer, may_lease = self._lease_one(delivery, tensor.nbytes, consumers)
         if writer is not None:
+            writing = self._write_later(writer, tensor)
             (data,) = self._described([tensor], [_handle_of(writer)], delivery)
-            return StreamingSend(data, self._write_later(writer, tensor))
+            return StreamingSend(data, writing)
         return StreamingSend(self._send([tensor], delivery, consumers, may_lease=may_lease)[0], None)
 
     def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None, consumers: int = 1) -> Reservation:
@@ -344,15 +345,21 @@ class Sender:
     def close(self, *, linger_s: float = 5.0) -> None:
         """Give up this sender's name on the host. Idempotent. Segments that were handed over are left alone.
 
-        Blocking: leases in flight can be received for ``linger_s`` seconds more; waits until all are, at most so long.
+        Raises:
+            MmcopyTimeoutError: the arena's thread did not end within 5 s more; everything else is closed.
+
+        Blocking: until streaming sends are written, then until all leases in flight are released, ``linger_s`` seconds
+        at most: for so long they can still be received.
         """
         self._segments.close()  # first: from here on nothing makes threads anew
         with self._lock:
             threads, self._stream_threads = self._stream_threads, None
         if threads is not None:
             threads.shutdown(wait=True)
-        self._arena.close(linger_s=linger_s)
-        self._workers.close()
+        try:
+            self._arena.close(linger_s=linger_s)
+        finally:
+            self._workers.close()
 
     def __enter__(self) -> Self:
         return self

@@ -172,10 +172,15 @@ class Workers:
         self._max_down = max_down
         self._namespace_id = ""
         self._questions: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self.forget()
-        self._closed = False
+        self._workers: OrderedDict[tuple[str, str], _Worker] = OrderedDict()
+        self._down: OrderedDict[str, None] = OrderedDict()
+        self._in_flight: OrderedDict[str, tuple[str, str]] = OrderedDict()  # url and socket by name
 
     # ---- what a send asks ------------------------------------------------
 
@@ -217,7 +222,7 @@ class Workers:
 
     def note(self, worker: WorkerSpec, names: Sequence[str]) -> bool:
         """Note the names of a segment for ``worker``; False, and nothing is noted, when the worker is down by now."""
-        key = (worker.url, worker.labels.get(ENDPOINT_LABEL, ""))
+        key = _key_of(worker)
         known: _Worker | None = None
         with self._lock:
             is_down = worker.url in self._down
@@ -269,19 +274,15 @@ class Workers:
             return
         with self._lock:
             thread, self._thread = self._thread, None
-        self._unlink_all()
+        self._disconnect_all()
         if thread is not None:
             self._questions.put(None)
             thread.join(2 * self._ask_timeout_s + 5)
 
     def forget(self) -> None:
         """For a child after ``fork``: it has no connection, no thread and no segments."""
-        self._lock = threading.Lock()
         self._closed = True
-        self._thread = None
-        self._workers: OrderedDict[tuple[str, str], _Worker] = OrderedDict()
-        self._down: OrderedDict[str, None] = OrderedDict()
-        self._in_flight: OrderedDict[str, tuple[str, str]] = OrderedDict()  # url and socket by name
+        self._reset()
 
     # ---- under the lock --------------------------------------------------
 
@@ -301,14 +302,13 @@ class Workers:
                     known = self._known(worker)
                     self._check(known)
                     is_due = known.link is None or (known.slot is None and self._is_offer_due(known, known.link))
+                    is_first = False
                     if wants_sharing:
                         verdict, is_fresh = self._verdict(known)
                         sharing.append(verdict)
                         is_due = is_due or not is_fresh
-                        wants_to_wait = known.why is None and verdict is not SHARED
-                    else:
-                        wants_to_wait = False
-                    if is_due and self._ask_soon(known) and wants_to_wait:
+                        is_first = verdict.reason is Reason.NOT_PROBED
+                    if is_due and self._ask_soon(known) and is_first:
                         waits_for.append(known.answered)
                     if known.has_unreported_end:
                         ended.append(known)
@@ -322,7 +322,7 @@ class Workers:
         return Snapshot(tuple(sharing), tuple(slots) if len(slots) == len(receivers) else (), down), waits_for
 
     def _known(self, worker: WorkerSpec) -> _Worker:
-        key = (worker.url, worker.labels.get(ENDPOINT_LABEL, ""))
+        key = _key_of(worker)
         known = self._workers.get(key)
         if known is None:
             known = self._workers[key] = _Worker(*key)
@@ -414,7 +414,7 @@ class Workers:
         if names:
             self._unlink(names)
 
-    def _unlink_all(self) -> None:
+    def _disconnect_all(self) -> None:
         with self._lock:
             links = [self._disconnect(known) for known in self._workers.values()]
             self._workers.clear()
@@ -432,7 +432,7 @@ class Workers:
                 self._watch()
                 continue
             if known is None:
-                self._unlink_all()
+                self._disconnect_all()
                 return
             if self._closed:
                 known.answered.set()
@@ -534,6 +534,11 @@ class Workers:
 
     def _backoff_s(self, failures: int) -> float:
         return min(self._retry_s * 2.0 ** min(failures - 1, 16), _MAX_BACKOFF_S)
+
+
+def _key_of(worker: WorkerSpec) -> tuple[str, str]:
+    """Url and socket: a worker that starts again has the same url and another socket."""
+    return worker.url, worker.labels.get(ENDPOINT_LABEL, "")
 
 
 def _why_no_arena(path: str, error: MmcopyError | None) -> str:

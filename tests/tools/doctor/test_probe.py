@@ -1,4 +1,4 @@
-"""What a worker that was asked is told to be."""
+"""How the doctor reports a worker that it has probed."""
 
 from __future__ import annotations
 
