@@ -156,10 +156,6 @@ def test_a_decode_worker_has_nothing_to_measure(model_dir: pathlib.Path, capsys:
         (["--role", "prefil"], "did you mean 'prefill'"),
         (["--image", "1024"], "image size (1024,): want (height, width)"),
         (["--video", "axbxc"], "--video 'axbxc': want sizes such as 1024x1024"),
-        (["--rounds", "0"], "--rounds is 0, want a whole number, 1 or more"),
-        (["--max-pixels", "-4"], "--max-pixels is -4"),
-        (["--recompile-limit", "0"], "--recompile-limit is 0"),
-        (["--deadline-s", "0"], "--deadline-s is 0.0"),
     ],
 )
 def test_bad_calls(
@@ -169,6 +165,24 @@ def test_bad_calls(
     assert main(["prewarm", *model, *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("mmcopy prewarm: ")
+    assert says in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rounds", "0"], "argument --rounds: the value is '0', want a whole number, 1 or more"),
+        (["--max-pixels", "-4"], "argument --max-pixels: the value is '-4'"),
+        (["--recompile-limit", "0"], "argument --recompile-limit: the value is '0'"),
+        (["--deadline-s", "0"], "argument --deadline-s: the value is '0'"),
+    ],
+)
+def test_bad_numbers(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["prewarm", "--model", "/nowhere", *arguments])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
     assert says in shown.err
     assert shown.out == ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from mmcopy.tools.process import ChildProcess
 from mmcopy.tools.signals import Interrupted, Signals
+from tests.rigs.orphans import have_ended, orphans_of
 from tests.rigs.waiting import settle
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -63,13 +63,8 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, watched: bool, c
         f"c = ChildProcess([sys.executable, '-c', {code!r}], log_path={str(tmp_path / 'log')!r}, watched={watched})\n"
         "c.start(); print(c.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        grandchild = psutil.Process(int(parent.stdout.readline()))
-        family = [grandchild, *grandchild.children()]
-        assert grandchild.is_running()
-        parent.kill()
-    assert settle(lambda: not any(each.is_running() and each.status() != "zombie" for each in family))
+    orphans = orphans_of(parent_code)
+    assert settle(lambda: have_ended(orphans))
 
 
 def test_a_signal_is_remembered_until_it_is_asked_for() -> None:

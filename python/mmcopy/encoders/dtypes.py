@@ -28,7 +28,8 @@ SENT = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class EncoderDtype:
-    """What one modality's encoder wants: ``dtype`` is None where there is none, and ``reason`` says why or whence.
+    """What one modality's encoder wants: ``dtype`` is None where there is none, and ``reason`` says why, or where the
+    dtype comes from.
 
     ``path`` is the encoder's place in the model ("" when the model is the encoder, or there is none).
     """

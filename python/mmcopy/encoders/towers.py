@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from mmcopy.config import MODALITIES
 from mmcopy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MODALITIES", "PATCH_NAMES", "Tower", "find_towers", "spine", "takes_video", "unwrap"]
 
-MODALITIES = ("image", "video", "audio")
-
 VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder", "image_tower", "img_processor")
 VIDEO_NAMES = ("video_tower", *VISION_NAMES)
 AUDIO_NAMES = ("audio_tower", "audio_encoder", "speech_encoder", "audio_embed")
-"""Names of encoder modules, the likeliest first: two on one level are told apart by this order."""
+"""Names of encoder modules, the likeliest first: of two on one level the earlier in this order is the encoder."""
 
 PATCH_NAMES = frozenset({"patch_embed", "patch_embedding", "patch_embedder", "patch_conv", "patch_embeddings"})
 """What the module is called that turns pixels into tokens."""
@@ -61,14 +60,14 @@ def unwrap(module: nn.Module) -> nn.Module:
 def find_towers(model: nn.Module) -> Mapping[str, Tower | str]:
     """For each of ``MODALITIES`` its encoder, or why there is none.
 
-    Raises :class:`ConfigError` for what is no module.
+    Raises :class:`ConfigError` when ``model`` is not a module.
     """
     if not hasattr(model, "named_children"):
         raise ConfigError(f"the model is a {type(model).__name__}, want a torch.nn.Module")
     vision = _named(model, VISION_NAMES) or _declaring(model, "image") or _bare(model)
     audio = _named(model, AUDIO_NAMES) or _declaring(model, "audio")
     if vision is None:
-        no_vision = f"no module called {', '.join(VISION_NAMES)} in {_kind(model)}, and it is none itself"
+        no_vision = f"no module called {', '.join(VISION_NAMES)} in {_kind(model)}, and it is not one itself"
         image: Tower | str = no_vision
         video = _named(model, VIDEO_NAMES) or no_vision
     else:
@@ -77,7 +76,7 @@ def find_towers(model: nn.Module) -> Mapping[str, Tower | str]:
     return {
         "image": image,
         "video": video,
-        "audio": audio or f"no module called {', '.join(AUDIO_NAMES)} in {_kind(model)}, and it is none itself",
+        "audio": audio or f"no module called {', '.join(AUDIO_NAMES)} in {_kind(model)}, and it is not one itself",
     }
 
 

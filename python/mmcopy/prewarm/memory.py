@@ -72,7 +72,7 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
     def give_back(self) -> None:
-        """After an out-of-memory: collect what the failed encode left, and let the allocator's cache go."""
+        """After an out-of-memory: collect what the failed encode left, and empty the allocator's cache."""
         gc.collect()
         if self._cuda:
             import torch

@@ -186,7 +186,7 @@ class Job:
         )
 
     def _encode_once(self, shape: Shape) -> None:
-        """Its own frame holds the tensors, so that a failure's traceback can let go of them."""
+        """Holds the tensors in a frame of its own, which can be cleared out of a failure's traceback."""
         import torch
 
         inputs = self.family.inputs(self.config, shape)

@@ -15,7 +15,6 @@ __all__ = ["warm_collectives", "warm_receiver"]
 _SIZES = (64 << 10, 4 << 20)
 """One chunk that the caller copies by itself, and several that the copy threads share."""
 
-
 _ARENA_BYTES = 16 << 20
 _PROBE_LIMIT_S = 5.0
 
@@ -43,7 +42,8 @@ def warm_receiver(receiver: Receiver) -> None:
 
 
 def _warm_leases(receiver: Receiver, socket: str, arrays: list[Any]) -> None:
-    """An arena of our own: handed over, registered and let go, as each sender's is. Side by side, and scattered."""
+    """Leases of an arena of our own, which is handed over, registered and closed as each sender's is: side by side, and
+    scattered."""
     worker = WorkerSpec("grpc://prewarm.invalid", labels={ENDPOINT_LABEL: socket})
     with Sender(TransportConfig(mode="auto", shm_min_bytes=0), arena_bytes=_ARENA_BYTES) as sender:
         with contextlib.suppress(MmcopyError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from mmcopy.tools.demo.gateway import GatewayError, Worker
 from mmcopy.tools.demo.model_dir import write_model_dir
 from mmcopy.tools.demo.pictures import noise
 from mmcopy.tools.demo.worker_process import WorkerError, WorkerProcess
+from tests.rigs.orphans import have_ended, orphans_of
 from tests.rigs.smg_gateway import Gateway
 from tests.rigs.waiting import settle
 
@@ -152,11 +151,8 @@ def test_it_ends_with_its_parent(model_dir: Path, tmp_path: Path) -> None:
         f"g = Gateway({str(model_dir)!r}, flags=['--enable-igw'], log_path={str(tmp_path / 'log')!r})\n"
         "g.start(); print(g.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        gateway = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    assert settle(lambda: not gateway.is_running() or gateway.status() == "zombie", limit_s=8)
+    orphans = orphans_of(code)
+    assert settle(lambda: have_ended(orphans), limit_s=8)
 
 
 def test_bad_arguments_and_no_smg(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +177,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path, nothing_left_open: 
     assert not psutil.pid_exists(process.pid)
 
 
-def test_a_worker_ends_when_its_parent_lets_go(worker: WorkerProcess, model_dir: Path, tmp_path: Path) -> None:
+def test_a_worker_ends_when_its_parent_is_killed(worker: WorkerProcess, model_dir: Path, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from mmcopy.tools.demo.worker_process import WorkerProcess\n"
@@ -189,10 +185,7 @@ def test_a_worker_ends_when_its_parent_lets_go(worker: WorkerProcess, model_dir:
         " framework='numpy')\n"
         "w.start(); w.wait_until_ready(time.monotonic() + 30); print(w.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        other = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    assert settle(lambda: not other.is_running() or other.status() == "zombie", limit_s=8)
+    orphans = orphans_of(code)
+    assert settle(lambda: have_ended(orphans), limit_s=8)
     assert psutil.pid_exists(worker.pid)
     assert os.getpgid(worker.pid) == worker.pid

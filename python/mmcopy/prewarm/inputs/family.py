@@ -1,8 +1,8 @@
 """What a warm-up feeds an encoder: pure descriptions, made from a model's config alone.
 
 A :class:`Family` turns a :class:`Shape` (the sizes of pictures, videos or sounds) into :class:`Noise` and
-:class:`Values`, one a keyword of the model's own method. Nothing here imports torch, so that every rank, and every test
-without a GPU, computes the same.
+:class:`Values`, one per keyword of the model's own method. Nothing here imports torch, so that every rank, and every
+test without a GPU, computes the same.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Family(ABC):
         return fitted if fitted.volume < shape.volume else None
 
     def segments(self, config: Config, shape: Shape) -> frozenset[int]:
-        """In how many pieces attention runs for a fitted shape, where pieces attend to themselves alone: one number a
-        kind of layer. Empty where the number is always the same."""
+        """In how many pieces attention runs for a fitted shape, where pieces attend to themselves alone: one number
+        per kind of layer. Empty where the number is always the same."""
         return frozenset()
 
     def layout(self, config: Config, shape: Shape) -> tuple[object, ...]:
@@ -186,7 +186,7 @@ def audio_of(config: Config) -> Config:
 def number(config: Config, name: str, default: int) -> int:
     """A whole number of a config; the first one where it has one for each side, ``default`` where it has none.
 
-    Raises :class:`ConfigError` for what is no number.
+    Raises :class:`ConfigError` for a value that is not a number.
     """
     value = config.get(name, default)
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -202,7 +202,7 @@ def _nested(value: object) -> bool:
 
 
 def _attributes(value: object) -> Mapping[str, Any] | None:
-    """Those of an object that is one of a user's own; None for plain values, classes and functions."""
+    """The attributes of an object of a user's own class; None for plain values, classes and functions."""
     if isinstance(value, (type, enum.Enum, str, int, float)) or callable(value):
         return None
     if dataclasses.is_dataclass(value):

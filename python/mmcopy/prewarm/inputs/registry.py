@@ -19,7 +19,7 @@ _by_type: dict[str, Family] = {}
 def register_family(family: Family) -> None:
     """Make ``family`` the one for its ``model_types``; the latest wins, over those that come with mmcopy too.
 
-    Raises :class:`ConfigError` when it names none, and for what is no family. May be called from any thread.
+    Raises :class:`ConfigError` when it names none or is not a :class:`Family`. May be called from any thread.
     """
     if not isinstance(family, Family):
         raise ConfigError(

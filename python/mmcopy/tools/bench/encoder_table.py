@@ -15,7 +15,7 @@ COLUMNS = ("shape", "prewarm", "first after", "steady (IQR)", "first / steady", 
 
 
 def encoder_table(warm: dict[str, Any], cold: dict[str, Any] | None) -> Table:
-    """A row a shape: cold, what the prewarm took for it, the first encode after, the steady state."""
+    """One row per shape: cold, what the prewarm took for it, the first encode after, the steady state."""
     columns = (COLUMNS[0], *(("cold",) if cold is not None else ()), *COLUMNS[1:])
     table = Table(columns, left=1)
     first = {} if cold is None else {row["shape"]: row["first_s"] for row in cold["rows"]}

@@ -14,12 +14,13 @@ from typing import Any
 from mmcopy.config import WorkerSpec
 from mmcopy.errors import MmcopyError, NoSpaceError
 from mmcopy.receive.receiver import Receiver
+from mmcopy.send.leases import StreamingSend
 from mmcopy.send.sender import Sender
 from mmcopy.tensors import ShmHandle, TensorData
 
 from . import baselines
 from .load import Load
-from .plan import PAGE_BYTES, Case
+from .plan import Case
 
 __all__ = [
     "Leases",
@@ -151,20 +152,26 @@ class Leases:
         self._worker = worker
         self._load = load
         self._is_streamed = is_streamed
+        self._writing: list[StreamingSend] = []
 
     def publish(self) -> list[TensorData]:
         """One lease per tensor; with ``is_streamed`` they are still being written. Raises :class:`NoSpaceError`."""
-        if self._is_streamed:
-            self._writing = [self._sender.send_streaming(part, worker=self._worker) for part in self._load.parts]
-            sent = [writing.data for writing in self._writing]
-        else:
-            self._writing = []
-            sent = self._sender.send_many(self._load.parts, worker=self._worker)
-        if any(data.path != "lease" for data in sent):
+        self._writing = []
+        sent: list[TensorData] = []
+        try:
+            if self._is_streamed:
+                for part in self._load.parts:
+                    self._writing.append(self._sender.send_streaming(part, worker=self._worker))
+                    sent.append(self._writing[-1].data)
+            else:
+                sent = self._sender.send_many(self._load.parts, worker=self._worker)
+            if any(data.path != "lease" for data in sent):
+                raise NoSpaceError(
+                    f"{self._load.case.label}: not every tensor found room in the arena, or a worker took none"
+                )
+        except BaseException:
             self.cancel(sent)
-            raise NoSpaceError(
-                f"{self._load.case.label}: not every tensor found room in the arena, or a worker took none"
-            )
+            raise
         return sent
 
     def settle(self, sent: Sequence[TensorData]) -> None:
@@ -189,7 +196,7 @@ class Leases:
 
 def arena_bytes_for(cases: Sequence[Case]) -> int:
     """An arena in which each case finds room."""
-    return max(case.count * -(-case.nbytes // PAGE_BYTES) * PAGE_BYTES for case in cases) + (1 << 20)
+    return max(case.shared_bytes for case in cases) + (1 << 20)
 
 
 def named(sent: Sequence[TensorData]) -> list[baselines.Named]:

@@ -51,6 +51,11 @@ class Case:
         return self.nbytes * self.count
 
     @property
+    def shared_bytes(self) -> int:
+        """Bytes that the tensors take in shared memory, each in whole pages."""
+        return self.count * -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
     def label(self) -> str:
         """``"16 MiB"``, or ``"256 x 64 KiB"`` for a batch."""
         return (f"{self.count} x " if self.count > 1 else "") + bytes_text(self.nbytes)
@@ -115,7 +120,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 def check_space(cases: Sequence[Case], *, free_bytes: int, shm_dir: str) -> None:
     """Raise :class:`NoSpaceError` when the largest case does not fit into ``free_bytes``: one is there at a time."""
     for case in cases:
-        wanted = case.count * -(-case.nbytes // PAGE_BYTES) * PAGE_BYTES
+        wanted = case.shared_bytes
         if wanted > free_bytes:
             raise NoSpaceError(
                 f"{shm_dir} has {bytes_text(free_bytes)} free ({free_bytes} bytes) and the case {case.label} takes "

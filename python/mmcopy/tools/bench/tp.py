@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, TransportConfig, WorkerSpec
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError, PeerFailedError
 from mmcopy.receive.group import ParallelOptions, Strategy
@@ -162,7 +162,7 @@ class _Way:
             )
         sockets = peers.gather(None if endpoint is None else endpoint.path)
         self._workers = [
-            WorkerSpec(f"grpc://rank:{rank}", labels={"mmcopy_endpoint": socket})
+            WorkerSpec(f"grpc://rank:{rank}", labels={ENDPOINT_LABEL: socket})
             for rank, socket in enumerate(sockets)
             if socket is not None
         ]

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mmcopy.config import MODALITIES, parse_count, parse_seconds
+from mmcopy.config.arguments import argument_type
 from mmcopy.errors import ConfigError, MmcopyError
 
 __all__ = ["add_parser", "run"]
@@ -22,9 +24,10 @@ __all__ = ["add_parser", "run"]
 CHILD_LIMIT_S = 900.0
 """How long one measuring process may take beyond the prewarm's deadline: building, compiling, steady state."""
 
-
 POLL_S = 0.2
-"""How often it is looked whether a signal came."""
+"""How often signals are checked."""
+
+count = argument_type(parse_count)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -59,7 +62,10 @@ def add_parser(subparsers: Any) -> None:
         help="torch.compile the whole tower, or each of its blocks. default: eager",
     )
     what.add_argument(
-        "--recompile-limit", type=int, metavar="N", help="compilations after which torch gives up. default: torch's, 8"
+        "--recompile-limit",
+        type=count,
+        metavar="N",
+        help="compilations after which torch gives up. default: torch's, 8",
     )
     what.add_argument("--backend", default="inductor", help="torch.compile's. default: %(default)s")
     what.add_argument(
@@ -78,12 +84,16 @@ def add_parser(subparsers: Any) -> None:
             f"--check-{modality}", nargs="+", default=[], metavar=form, help="sizes to encode afterwards, not warmed"
         )
     sizes.add_argument("--modalities", nargs="+", metavar="NAME", help="image, video, audio. default: all it has")
-    sizes.add_argument("--max-pixels", type=int, metavar="N", help="the preprocessor's limit for one picture")
+    sizes.add_argument("--max-pixels", type=count, metavar="N", help="the preprocessor's limit for one picture")
     parser.add_argument(
-        "--deadline-s", type=float, default=300.0, metavar="S", help="of the prewarm. default: %(default)s"
+        "--deadline-s",
+        type=argument_type(parse_seconds),
+        default=300.0,
+        metavar="S",
+        help="of the prewarm. default: %(default)s",
     )
     parser.add_argument(
-        "--rounds", type=int, default=10, metavar="N", help="steady encodes a shape. default: %(default)s"
+        "--rounds", type=count, default=10, metavar="N", help="steady encodes per shape. default: %(default)s"
     )
     parser.add_argument("--no-cold", action="store_true", help="leave out the cold process")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write prewarm.json and prewarm.md there")
@@ -95,7 +105,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0, or 1 for a prewarm that was not complete; raises when it could not run."""
-    from mmcopy.config import parse_count, parse_seconds
     from mmcopy.prewarm.build import read_config
     from mmcopy.prewarm.plan import encodes, parse_role
     from mmcopy.prewarm.target import parse_device
@@ -104,11 +113,6 @@ def run(args: argparse.Namespace) -> int:
     from mmcopy.tools.bench.table import print_table
 
     out = sys.stderr if args.json else sys.stdout
-    parse_count(args.rounds, setting="--rounds")
-    for setting in ("max_pixels", "recompile_limit"):
-        if getattr(args, setting) is not None:
-            parse_count(getattr(args, setting), setting=f"--{setting.replace('_', '-')}")
-    parse_seconds(args.deadline_s, setting="--deadline-s")
     parse_device(args.device)
     if not encodes(parse_role(args.role)):
         print(f"prewarm of {args.role}: skipped, a {args.role} worker encodes nothing", file=out)
@@ -124,11 +128,9 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         recompile_limit=args.recompile_limit,
         role=args.role,
-        sizes={name: parse(name, getattr(args, name)) for name in ("image", "video", "audio") if getattr(args, name)},
+        sizes={name: parse(name, getattr(args, name)) for name in MODALITIES if getattr(args, name)},
         checks={
-            name: parse(name, getattr(args, f"check_{name}"))
-            for name in ("image", "video", "audio")
-            if getattr(args, f"check_{name}")
+            name: parse(name, getattr(args, f"check_{name}")) for name in MODALITIES if getattr(args, f"check_{name}")
         },
         modalities=args.modalities,
         max_pixels=args.max_pixels,

@@ -12,6 +12,7 @@ from mmcopy.send.leases import DEFAULT_ARENA_BYTES
 from mmcopy.tools.units import MIB, bytes_text
 
 from .line import Line, Status
+from .machine import soft_limit
 
 __all__ = ["TRIAL_BYTES", "Trial", "huge_pages", "lines", "locked", "room", "seals"]
 
@@ -38,8 +39,7 @@ def lines(*, has_gpu: bool) -> Iterator[Line]:
         yield huge_pages(trial.huge_pages_setting)
     yield room(memory_budget()["available"])
     if has_gpu:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        yield locked(None if soft == resource.RLIM_INFINITY else soft)
+        yield locked(soft_limit(resource.RLIMIT_MEMLOCK))
 
 
 def _try() -> Trial:

@@ -15,7 +15,7 @@ from .line import Line, Status
 if TYPE_CHECKING:
     from mmcopy._native import MemoryBudget
 
-__all__ = ["cores", "lines", "memlock", "memory", "open_files"]
+__all__ = ["cores", "lines", "memlock", "memory", "open_files", "soft_limit"]
 
 USUAL_MEMLOCK_BYTES = 8 * MIB
 """What the kernel and systemd give by default. Less means that it was lowered."""
@@ -26,8 +26,8 @@ LOW_MEMORY_BYTES = 512 * MIB
 
 
 def lines(*, has_gpu: bool, shm_dir: str) -> Iterator[Line]:
-    yield memlock(_soft(resource.RLIMIT_MEMLOCK), has_gpu=has_gpu)
-    yield open_files(_soft(resource.RLIMIT_NOFILE))
+    yield memlock(soft_limit(resource.RLIMIT_MEMLOCK), has_gpu=has_gpu)
+    yield open_files(soft_limit(resource.RLIMIT_NOFILE))
     yield cores(len(os.sched_getaffinity(0)), available_cores())
     try:
         room = os.statvfs(shm_dir)
@@ -37,8 +37,8 @@ def lines(*, has_gpu: bool, shm_dir: str) -> Iterator[Line]:
     yield memory(memory_budget(), shm_bytes=shm_bytes)
 
 
-def _soft(which: int) -> int | None:
-    """The soft limit, None when there is none."""
+def soft_limit(which: int) -> int | None:
+    """The soft limit of a resource (``resource.RLIMIT_*``), None when there is none."""
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from mmcopy.config import TransportConfig, WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, TransportConfig, WorkerSpec
 from mmcopy.endpoint import PROBE_PREFIXES, ProbeResult, SenderLink, WorkerEndpoint
 from mmcopy.errors import MmcopyError
 from mmcopy.send.routing import Reason
@@ -20,7 +20,6 @@ __all__ = ["judge_own", "judge_worker", "lines"]
 
 LIMIT_S = 2.0
 ASK_LIMIT_S = 5.0
-
 
 ADVICE: dict[Reason | None, str] = {
     Reason.NAMESPACE_DIFFERS: "auto sends inline: on one host, let both containers share /dev/shm (docker run "
@@ -80,7 +79,7 @@ def judge_own(result: ProbeResult | str, shm_dir: str) -> Line:
 def judge_worker(worker: WorkerSpec, found: Connection) -> Line:
     """Judge what a worker's labels or its answer show, and whether it takes an arena, which is enough by itself."""
     name = f"worker {worker.url}"
-    asked = worker.labels.get("mmcopy_endpoint")
+    asked = worker.labels.get(ENDPOINT_LABEL)
     who = f"{worker.engine or 'unknown engine'}, " + (f"asked over {asked}" if asked else "by its labels")
     segments = f"reads what uid {os.geteuid()} writes here" if found.reason is None else found.detail
     if found.has_arena:

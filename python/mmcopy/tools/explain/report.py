@@ -78,7 +78,7 @@ def explain(
     timeout_s: float = 5.0,
     ask: Callable[..., Advertised] = ask_worker,
 ) -> Explanation:
-    """Ask the workers of ``config`` and decide for each. Blocks, ``timeout_s`` a worker and a little more at most.
+    """Ask the workers of ``config`` and decide for each. Blocks, ``timeout_s`` per worker and a little more at most.
 
     A worker that does not answer is decided about by the labels that the config has for it. Raises
     :class:`ConfigError` for bad settings.

@@ -18,7 +18,7 @@ NAME_WIDTH, VALUE_WIDTH = 15, 10
 
 
 def as_text(explanation: Explanation) -> str:
-    """A block a worker, each line a name, a value and where it came from."""
+    """One block per worker, each line a name, a value and where it came from."""
     router = explanation.router
     blocks = [
         [
@@ -114,7 +114,7 @@ def _line(name: str, value: object, rest: str) -> str:
 
 
 def _sharing(sharing: Sharing) -> str:
-    return sharing.detail or "as far as can be told from here"
+    return sharing.detail or "as far as can be seen from here"
 
 
 def _arena(worker: WorkerSpec, connection: Connection) -> str:
