@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -77,6 +78,46 @@ def test_what_is_missing_is_one_line(
     assert missing.returncode == 2
     assert missing.stderr.startswith(line)
     assert not (tmp_path / ".venv").exists()
+
+
+BUILT = ("maturin develop",)
+INSTALLED = ("pip install", "maturin develop")
+"""What make would run: install packages, build the extension."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        (None, ()),
+        ("rust/lib.rs", BUILT),
+        ("Cargo.lock", BUILT),
+        ("constraints.txt", INSTALLED),
+        ("pyproject.toml", INSTALLED),
+        ("Cargo.toml", INSTALLED),
+    ],
+)
+def test_what_changed_is_installed_or_built_again(
+    tmp_path: pathlib.Path, changed: str | None, runs: tuple[str, ...]
+) -> None:
+    native = tmp_path / "python" / "mmcopy" / "_native.abi3.so"
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    sources = ["rust/lib.rs", "Cargo.lock", "constraints.txt", "pyproject.toml", "Cargo.toml"]
+    made = [".venv/maturin.stamp", ".venv/dev.stamp", str(native.relative_to(tmp_path))]
+    for seconds, name in enumerate([*sources, *made]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (seconds, seconds))
+    if changed is not None:
+        (tmp_path / changed).touch()
+    assert would_run(tmp_path, made) == runs
+    native.unlink()
+    assert "maturin develop" in would_run(tmp_path, made)
+
+
+def would_run(folder: pathlib.Path, targets: list[str]) -> tuple[str, ...]:
+    command = ["make", "-n", "--no-print-directory", "-C", str(folder), f"PYTHON={sys.executable}", *targets]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return tuple(step for step in INSTALLED if step in printed)
 
 
 def test_every_pinned_version_is_exact() -> None:

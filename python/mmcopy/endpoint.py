@@ -195,4 +195,4 @@ class SenderLink:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<mmcopy.SenderLink {self.path} {'closed' if self.closed else 'open'}>"
+        return f"<mmcopy.endpoint.SenderLink {self.path} {'closed' if self.closed else 'open'}>"

@@ -23,14 +23,14 @@ class Counter(enum.StrEnum):
     SHM_WRITE_FAILURES = "shm_write_failures"
     """By reason; each one is a tensor that went inline instead: no_space, permission, exists, not_found, os_error."""
     INLINE_FALLBACKS = "inline_fallbacks"
-    """By reason (:class:`mmcopy.config.Reason`): tensors that went inline though shared memory was wanted, failed
+    """By reason (:class:`mmcopy.send.routing.Reason`): tensors that went inline though shared memory was wanted, failed
     writes among them. What is too small, or inline by its settings, is not counted."""
     TENSORS_RECEIVED = "tensors_received"
     """By path."""
     BYTES_RECEIVED = "bytes_received"
     """By path."""
     RECEIVE_FAILURES = "receive_failures"
-    """By exception class; one a failed call of ``receive``."""
+    """By exception class; one per failed call of ``receive``."""
     SEGMENTS_REMOVED = "segments_removed"
     """By why: received, released (removed without being delivered), cancelled (taken back by the sender), worker_gone
     (taken back because its worker has gone), swept."""

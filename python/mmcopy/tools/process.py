@@ -112,9 +112,10 @@ class ChildProcess:
             return None
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        code = self._process.wait(self.stop_timeout_s)
-        self._close_lifeline()
-        return code
+        try:
+            return self._process.wait(self.stop_timeout_s)
+        finally:
+            self._close_lifeline()
 
     def _close_lifeline(self) -> None:
         if self._lifeline is not None:

@@ -8,11 +8,10 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Self
 
+from mmcopy.config import MODALITIES
 from mmcopy.errors import ConfigError
 
-__all__ = ["MODALITIES", "ModelInfo"]
-
-MODALITIES = ("image", "video", "audio")
+__all__ = ["ModelInfo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
