@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from mmcopy.metrics import Counter
 from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
 from mmcopy.receive.request import LeaseSource, Request, RequestOpener
 from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.played_stream import PlayedStream
 from tests.rigs.waiting import settle
 
 
@@ -36,54 +36,33 @@ class Passed:
         return self.reached.is_set()
 
 
-class Device:
-    """A copy stream: what is queued happens later, in order, on another thread, while ``gate`` is open."""
+class Device(PlayedStream):
+    """The copy stream that direct copies need."""
 
     def __init__(self, *, writes_words: bool) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__()
         self.writes_words = writes_words
         self.copies: list[Run] = []
         self.words = 0
         self.events: list[Passed] = []
-        self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
 
     def copy_all(self, runs: Sequence[Run]) -> None:
         self.copies.extend(runs)
-        self._work.put(lambda: [ctypes.memmove(*run) for run in runs])
+        self.queue(lambda: [ctypes.memmove(*run) for run in runs])
 
     def write_word(self, address: int, value: int) -> bool:
         if self.writes_words:
             self.words += 1
-            self._work.put(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
+            self.queue(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
         return self.writes_words
 
     def new_event(self) -> Passed:
         self.events.append(Passed())
-        self._work.put(self.events[-1].reached.set)
+        self.queue(self.events[-1].reached.set)
         return self.events[-1]
 
     def bind_thread(self) -> None:
         pass
-
-    def finish(self) -> None:
-        self.gate.set()
-        done = threading.Event()
-        self._work.put(done.set)
-        assert done.wait(20)
-
-    def close(self) -> None:
-        self.finish()
-        self._work.put(None)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            assert self.gate.wait(20)
-            work()
 
 
 class Rig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from mmcopy.receive.plan import CopyPlan, extents, pack, plan_chunks, scatter
 from mmcopy.receive.request import Request, RequestOpener
 from mmcopy.receive.staging import Pipeline, Slot, StagingRing
 from tests.rigs.arrays import random_bytes
+from tests.rigs.played_stream import PlayedStream
 
 
 class Mark:
@@ -34,47 +34,26 @@ class Mark:
         return self.reached.is_set()
 
 
-class Device:
-    """A copy stream: what is queued happens later, in order, on another thread. ``gate`` holds it up."""
+class Device(PlayedStream):
+    """The copy stream that a pipeline needs."""
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__()
         self.refuse_at = -1
         self.copies = 0
-        self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self.copies += 1
         if self.copies == self.refuse_at:
             raise ConnectionError("the device refuses")
-        self._work.put(lambda: ctypes.memmove(dst, src, nbytes))
+        self.queue(lambda: ctypes.memmove(dst, src, nbytes))
 
     def record(self, slot: Slot) -> None:
         event = slot.event
         assert isinstance(event, Mark)
         event.reached.clear()
         slot.copying = True
-        self._work.put(event.reached.set)
-
-    def finish(self) -> None:
-        self.gate.set()
-        done = threading.Event()
-        self._work.put(done.set)
-        assert done.wait(20)
-
-    def close(self) -> None:
-        self.gate.set()
-        self._work.put(None)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            assert self.gate.wait(20)
-            work()
+        self.queue(event.reached.set)
 
 
 class Rig:

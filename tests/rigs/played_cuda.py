@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import queue
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +13,8 @@ import numpy as np
 
 from mmcopy.receive.cuda.stream import CudaInterfaces
 
+from .played_stream import PlayedStream
+
 COPY_STREAM, CALLERS_STREAM = 7, 9
 
 
@@ -21,15 +22,14 @@ class RefusedError(RuntimeError):
     """The played runtime's CUDARuntimeError."""
 
 
-class PlayedRuntime:
-    """The part of cupy's runtime that a receiver calls. ``gate`` holds up what is queued."""
+class PlayedRuntime(PlayedStream):
+    """The part of cupy's runtime that a receiver calls."""
 
     memcpyHostToDevice = 1
     CUDARuntimeError = RefusedError
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__()
         self.copies: list[int] = []
         self.refuse_at = -1
         self.before_copy: Callable[[], object] = lambda: None
@@ -38,12 +38,6 @@ class PlayedRuntime:
         self.registered: dict[int, int] = {}
         self._recorded: dict[int, tuple[int, threading.Event]] = {}
         self._next_event = 1
-        self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def queue(self, work: Callable[[], object]) -> None:
-        self._work.put(work)
 
     def queue_copy(self, dst: int, src: int, nbytes: int) -> None:
         self.before_copy()
@@ -88,23 +82,6 @@ class PlayedRuntime:
 
     def hostUnregister(self, address: int) -> None:
         del self.registered[address]
-
-    def finish(self) -> None:
-        self.gate.set()
-        done = threading.Event()
-        self.queue(done.set)
-        assert done.wait(20)
-
-    def close(self) -> None:
-        self.gate.set()
-        self._work.put(None)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            assert self.gate.wait(20)
-            work()
 
 
 class PlayedDriver:

@@ -297,10 +297,12 @@ def test_two_tensors_of_one_name_are_refused_without_waiting_for_a_thread(shm_di
 def test_a_group_answers_a_bad_segment_like_a_single_rank(number: int, code: str) -> None:
     own = SegmentError(number, "refused", "/dev/shm/a")
     failed = Digest(1, 0, Status.FAILED, 1, 16, bytes(16), bytes(16), False, text_of(own))
-    with pytest.raises(SegmentError) as raised:
-        raise_failure([failed, failed], own)
-    alone, in_group = (receive_status(error, has_segments=True).code for error in (own, raised.value))
-    assert alone == in_group == code
+    assert receive_status(own, has_segments=True).code == code
+    for on_this_rank in (own, None):  # the rank that met it, and one that could open the segment
+        with pytest.raises(SegmentError, match=r"rank 1 of the group: .*refused: '/dev/shm/a'") as raised:
+            raise_failure([failed.having(Status.OK), failed], on_this_rank)
+        assert raised.value.errno == number
+        assert receive_status(raised.value, has_segments=True).code == code
 
 
 @pytest.mark.parametrize(

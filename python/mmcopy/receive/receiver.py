@@ -179,16 +179,15 @@ class Receiver:
             are views into one allocation, which lives as long as any of them.
 
         Raises:
-            SegmentNotFoundError, SegmentPermissionError, SegmentSizeError, SegmentError, PayloadError,
-            PayloadError: A segment that cannot be read.
+            SegmentNotFoundError, SegmentPermissionError, SegmentSizeError, SegmentError: A segment that cannot be read.
             LeaseError: A lease that cannot be read.
-            PayloadError: An item that is not a :class:`TensorData`.
+            PayloadError: An item that is not a :class:`TensorData`, or a segment's name that is invalid, not accepted,
+                or there twice.
             DeviceError: An ``out`` of the wrong kind; nothing is written to it.
             DeviceMemoryError, MemoryError: No room on the device or the host.
-            MmcopyTimeoutError: The limit has come.
+            MmcopyTimeoutError: The limit has come. On a group only this receive has failed, the next may work.
             ClosedError: The receiver is closed.
             ParallelMismatchError, PeerFailedError: On a group.
-            MmcopyTimeoutError: On a group; this receive failed, the next may work.
             PeerLostError: A rank has died: make new groups and a new receiver.
 
         Blocking: until every byte has left shared memory and the message, and on a group until every rank has come;

@@ -132,8 +132,8 @@ class LeaseSource:
         return memoryview(self.lease)
 
     def wait(self, upto: int) -> int:
-        """Block until ``upto`` bytes are written; return how many are. Raises :class:`LeaseError`,
-        :class:`LeaseError` and, at the receive's limit, :class:`MmcopyTimeoutError`."""
+        """Block until ``upto`` bytes are written; return how many are. Raises :class:`LeaseError` and, at the receive's
+        limit, :class:`MmcopyTimeoutError`."""
         return self.lease.wait_written(upto, max(0.0, self._request.deadline - time.monotonic()))
 
     def read_into(self, dst: ByteArray, *, num_threads: int, start: int = 0) -> None:
@@ -408,7 +408,8 @@ def flatten(
 ) -> tuple[list[TensorData], list[Any] | None, Callable[[list[Any]], Any]]:
     """The items as a list, ``out`` in the same order, and what gives a list of results the form of ``items``.
 
-    Raises :class:`PayloadError` for items that are none, and :class:`DeviceError` for an ``out`` of another form.
+    Raises :class:`PayloadError` for an item that is not a :class:`TensorData`, and :class:`DeviceError` for an ``out``
+    of another form.
     """
     if isinstance(items, TensorData):
         return [items], None if out is None else [out], lambda results: results[0]

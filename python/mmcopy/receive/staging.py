@@ -102,9 +102,11 @@ class Slot:
 
 def wait_for_event(event: CopyEvent, deadline: float, *, what: str) -> None:
     """Block until ``event`` has happened or ``deadline`` has come. Raises :class:`MmcopyTimeoutError`."""
+    began = time.monotonic()
     while not event.query():
         if time.monotonic() >= deadline:
-            raise MmcopyTimeoutError("receive", f"{what} did not end in time")
+            waited = time.monotonic() - began
+            raise MmcopyTimeoutError("receive", f"{what} did not end in time: waited for {waited:.3g} s")
         time.sleep(_POLL_S)
 
 
@@ -137,7 +139,9 @@ class StagingRing:
             if self._closed:
                 raise ClosedError("the receiver is closed")
             if not ready:
-                raise MmcopyTimeoutError("receive", f"all {self.num_slots} staging slots stayed in use")
+                raise MmcopyTimeoutError(
+                    "receive", f"all {self.num_slots} staging slots stayed in use for {wait_s:.3g} s"
+                )
             return [self._free.popleft() for _ in range(min(wanted, -(-len(self._free) // 2)))]
 
     def give_back(self, slots: Sequence[Slot]) -> None:
@@ -154,7 +158,9 @@ class StagingRing:
             wait_s = max(0.0, deadline - time.monotonic())
             if not self._changed.wait_for(lambda: len(self._free) == self.num_slots, wait_s):
                 busy = self.num_slots - len(self._free)
-                raise MmcopyTimeoutError("receive", f"{busy} of {self.num_slots} staging slots are still in use")
+                raise MmcopyTimeoutError(
+                    "receive", f"{busy} of {self.num_slots} staging slots are still in use after {wait_s:.3g} s"
+                )
             for slot in self._free:
                 slot.wait_idle(deadline)
 
@@ -225,7 +231,7 @@ class Filling:
     def __exit__(self, *_: object) -> None:
         try:
             if self._job is not None:
-                self._job.cancel()  # one that is over stays so, and lets go of its buffers
+                self._job.cancel()  # one that is over stays so, and releases its buffers
         finally:
             self._ring.give_back(self._slots)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmcopy.config import WorkerSpec
+from mmcopy.config import ENDPOINT_LABEL, NAMESPACE_LABEL, UID_LABEL, WorkerSpec
 from mmcopy.errors import ConfigError, MissingDependencyError, WorkerUnreachableError
 
 __all__ = ["METADATA", "Advertised", "ask_worker", "with_advertised"]
 
-METADATA = {"mmcopy-endpoint": "mmcopy_endpoint", "mmcopy-shm-uid": "shm_uid"}
+METADATA = {"mmcopy-endpoint": ENDPOINT_LABEL, "mmcopy-shm-uid": UID_LABEL}
 """Labels of ours that engines' messages have no place for: they come in the trailing metadata of GetServerInfo."""
-_OWN_LABELS = ("shm_namespace_id", *METADATA.values())
+_OWN_LABELS = (NAMESPACE_LABEL, *METADATA.values())
 _GRPC_LIMIT_BYTES = 16 << 20
 
 

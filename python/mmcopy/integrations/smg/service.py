@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from mmcopy.config import ENDPOINT_LABEL, UID_LABEL
 from mmcopy.prewarm.readiness import Readiness
 from mmcopy.tensors import ShmHandle, TensorData
 from mmcopy.wire.payload import Key, handles_of, unique
@@ -69,7 +70,7 @@ class Advertisement:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What engines' messages have no place for, as trailing metadata of GetServerInfo."""
-        values = {"mmcopy_endpoint": self.endpoint, "shm_uid": self.shm_uid}
+        values = {ENDPOINT_LABEL: self.endpoint, UID_LABEL: self.shm_uid}
         # gRPC takes ASCII there.
         return tuple(
             (key, values[label]) for key, label in METADATA.items() if values[label] and values[label].isascii()

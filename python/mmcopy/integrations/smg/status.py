@@ -102,7 +102,7 @@ def receive_status(error: Exception, *, has_segments: bool) -> Status:
     if isinstance(error, StatusError):
         return _chosen(error, has_segments)
     if type(error) is SegmentError:
-        code = "INVALID_ARGUMENT" if _errno_of(error) in _NOT_A_FILE else "INTERNAL"
+        code = "INVALID_ARGUMENT" if error.errno in _NOT_A_FILE else "INTERNAL"
     else:
         code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), "INTERNAL")
     if has_segments and code in RETRIED:
@@ -116,12 +116,6 @@ def handler_status(error: BaseException, *, has_segments: bool) -> Status:
         return _chosen(error, has_segments)
     code = "UNIMPLEMENTED" if isinstance(error, NotImplementedError) else "INTERNAL"
     return Status(code, f"the handler raised {type(error).__name__}: {error}")
-
-
-def _errno_of(error: SegmentError) -> int | None:
-    """Its own, or its cause's: a group raises the error anew on each rank, from the rank's own and with text alone."""
-    cause = error.__cause__
-    return cause.errno if error.errno is None and isinstance(cause, SegmentError) else error.errno
 
 
 def _chosen(error: StatusError, has_segments: bool) -> Status:

@@ -51,7 +51,7 @@ class SmgWorker:
     ``shm_namespace_id``, by which it decides about shared memory under ``auto`` (None: that of the receiver's
     directory, "": none, so that ``auto`` sends inline). None is advertised either where the directory is read-only to
     this process, which could then not remove what it was sent. ``endpoint_path`` is the socket by which mmcopy's own
-    senders prove that this worker reads what they write, and hand their arenas over (None: that of the receiver's
+    senders probe whether this worker reads what they write, and hand their arenas over (None: that of the receiver's
     endpoint, if it has one; "": none). An endpoint that is not the receiver's must take no arenas. ``port`` 0 takes a
     free one.
 
@@ -194,7 +194,7 @@ class SmgWorker:
         try:
             port = server.add_insecure_port(_authority(self.host, self.port))
         except RuntimeError as error:
-            # Only a server that ran lets go of its descriptors when it is stopped.
+            # Only a server that ran closes its descriptors when it is stopped.
             await server.start()
             await server.stop(None)
             raise ConfigError(f"cannot listen on {_authority(self.host, self.port)}: {error}") from error
@@ -211,7 +211,7 @@ class SmgWorker:
             await asyncio.shield(self._stopping)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Refuse new calls, let the running ones end for ``grace_s`` seconds, cancel the rest, let go of all.
+        """Refuse new calls, let the running ones end for ``grace_s`` seconds, cancel the rest, and release everything.
 
         When it returns no thread of the worker is left and no segment it was handed; only a copy that does not end
         within ten seconds more is left behind, with a warning. Idempotent; a second call waits for the first.

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 1024
-MAGIC = b"mmcopy-tp\x01"
+MAGIC = b"mmcopy-tp\x02"
 _HEADER = struct.Struct("<10sBBHIIQQ16s16s")
 BODY_BYTES = BLOCK_BYTES - _HEADER.size
 BITS_A_BLOCK = BODY_BYTES * 8
@@ -53,7 +53,7 @@ class Status(enum.IntEnum):
     PARTIAL = 1
     """Some segments or leases cannot be opened here; the body is a slice of the bits that say which can."""
     FAILED = 2
-    """An error of another kind; the body is its class and message."""
+    """An error of another kind; the body is its class, its ``errno`` and its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,9 @@ def check_agreement(digests: Sequence[Digest]) -> None:
 
 
 def text_of(error: BaseException) -> bytes:
-    """An error as a body."""
-    return f"{type(error).__name__}\0{error}".encode(errors="replace")
+    """An error as a body: its class, its ``errno`` or 0, and its message."""
+    number = getattr(error, "errno", None) or 0
+    return f"{type(error).__name__}\0{number}\0{error}".encode(errors="replace")
 
 
 def raise_failure(digests: Sequence[Digest], own: BaseException | None) -> None:
@@ -152,15 +153,22 @@ def raise_failure(digests: Sequence[Digest], own: BaseException | None) -> None:
     its class where that is one of mmcopy's, :class:`PeerFailedError` otherwise."""
     for rank, digest in enumerate(digests):
         if digest.status is Status.FAILED:
-            name, _, message = digest.body.decode(errors="replace").partition("\0")
-            kind = getattr(errors, name, None)
-            if kind is MmcopyTimeoutError:
-                what, _, message = message.partition(": ")
-                raise MmcopyTimeoutError(what, f"rank {rank} of the group: {message}") from own
             # Not by way of a variable: with one the error would refer to itself, and keep what the callers hold.
-            if isinstance(kind, type) and issubclass(kind, MmcopyError):
-                raise kind(f"rank {rank} of the group: {message}") from own
-            raise PeerFailedError(f"rank {rank} of the group: {name}: {message}") from own
+            raise _error_of(rank, digest.body) from own
+
+
+def _error_of(rank: int, body: bytes) -> MmcopyError:
+    name, number, message = (*body.decode(errors="replace").split("\0", 2), "", "")[:3]
+    kind = getattr(errors, name, None)
+    if kind is MmcopyTimeoutError:
+        what, _, message = message.partition(": ")
+        return MmcopyTimeoutError(what, f"rank {rank} of the group: {message}")
+    if not isinstance(kind, type) or not issubclass(kind, MmcopyError):
+        return PeerFailedError(f"rank {rank} of the group: {name}: {message}")
+    error: MmcopyError = kind(f"rank {rank} of the group: {message}")
+    if isinstance(error, OSError) and number.isdecimal() and number != "0":
+        error.errno = int(number)
+    return error
 
 
 def pack_bits(bits: Sequence[bool], part: int) -> bytes:

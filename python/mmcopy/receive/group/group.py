@@ -99,8 +99,11 @@ class RankGroup:
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
         """Around one receive: one at a time, counted. Raises :class:`MmcopyTimeoutError`, :class:`PeerLostError`."""
-        if not self.line.order.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise MmcopyTimeoutError("receive", "another thread's receive on the same group did not end in time")
+        wait_s = max(0.0, deadline - time.monotonic())
+        if not self.line.order.acquire(timeout=wait_s):
+            raise MmcopyTimeoutError(
+                "receive", f"another thread's receive on the same group did not end within {wait_s:.3g} s"
+            )
         try:
             if self.lost:
                 raise PeerLostError(
@@ -201,7 +204,7 @@ class RankGroup:
             if not work.is_completed():
                 raise MmcopyTimeoutError(
                     "peer",
-                    f"rank {self.rank} of {self.size}: {what} did not end in time: "
+                    f"rank {self.rank} of {self.size}: {what} did not end within {limit.total_seconds():.3g} s: "
                     "a rank is late or does not take part",
                 ) from None
             try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mmcopy.config import default_num_threads
 from mmcopy.errors import DeviceMemoryError
-from mmcopy.receive.plan import ALIGN_BYTES
+from mmcopy.receive.plan import pack
 from mmcopy.receive.request import InlineSource, Source
 from mmcopy.tensors import Inline, TensorData
 
@@ -44,11 +44,8 @@ def plan_transfers(sizes: Sequence[int], owners: Sequence[int], reachable: Seque
             pairs.setdefault((source, owner), []).append(item)
     transfers = []
     for (source, owner), items in sorted(pairs.items()):
-        starts, end = [], 0
-        for item in items:
-            starts.append(end)
-            end += -(-sizes[item] // ALIGN_BYTES) * ALIGN_BYTES
-        transfers.append(Transfer(source, owner, tuple(items), tuple(starts), end))
+        layout = pack(tuple(sizes[item] for item in items))
+        transfers.append(Transfer(source, owner, tuple(items), layout.starts, layout.nbytes))
     return transfers
 
 
