@@ -8,7 +8,7 @@
 //!   its own, so the kernel keeps workers from writing to it.
 //! * **control**: a header and one record a lease, written by the sender alone and sealed like the data.
 //! * **flags**: one file for each worker, two words a lease, written by that worker alone. The sender maps all of them, a
-//!   worker sees its own and nobody else's.
+//!   worker sees its own and no other's.
 //!
 //! So a worker that writes garbage wherever it can reaches its own flags: it can let go of its own leases too early, and
 //! get wrong pixels itself. The free list, who has which lease, and when a block comes back are in the sender's private

@@ -5,7 +5,7 @@ use std::path::Path;
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 
-/// What tells one file of a host from every other, as long as somebody has it open.
+/// What tells one file of a host from every other, as long as it is open anywhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     device: u64,

@@ -65,7 +65,7 @@ impl Owner {
         &self.id
     }
 
-    /// A name that nobody has had before.
+    /// A name that was never used before.
     pub fn next_name(&self) -> Result<SegmentName> {
         if self.is_inherited() {
             return Err(Error::Closed { what: format!("segment owner {}", self.id.as_str()) });

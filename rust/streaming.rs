@@ -35,7 +35,7 @@ impl Store {
 }
 
 /// Copies `source` to `target`, which has the same length, on the calling thread. The two may overlap. What was stored
-/// is visible to whoever synchronises with this thread afterwards, whichever way it went.
+/// is visible to a thread that synchronises with this one afterwards, whichever way it went.
 ///
 /// # Panics
 ///

@@ -213,7 +213,7 @@ class SegmentOwner:
         """
 
     def close(self) -> None:
-        """Remove the lock file and let go of the lock. May be called again.
+        """Remove the lock file and release the lock. May be called again.
 
         Segments on their way stay for their consumers; a sweep removes them once they are old.
         """
@@ -470,7 +470,7 @@ class WorkerEndpoint:
 
 @final
 class SenderLink:
-    """A sender's connection to a worker's endpoint. See :class:`mmcopy.SenderLink`."""
+    """A sender's connection to a worker's endpoint. See :class:`mmcopy.endpoint.SenderLink`."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -524,7 +524,7 @@ def write_leases(parts: Sequence[tuple[LeaseWriter, Buffer, str, str]], *, num_t
 class Arena:
     """Memory that a sender and its workers on the host map once and use again and again.
 
-    One a sender, for all its workers. Leases go into :class:`~mmcopy.ShmHandle` (name, offset, nbytes, owner_id). A
+    One per sender, for all its workers. Leases go into :class:`~mmcopy.ShmHandle` (name, offset, nbytes, owner_id). A
     thread gives the blocks back of leases that all consumers have released, or whose consumers have gone; it sleeps
     while no lease is out. Methods may be called from several threads. In a forked child everything raises
     :class:`ClosedError`.
@@ -572,7 +572,7 @@ class Arena:
         """What is out now and what has happened so far.
 
         Now: data_nbytes, used_nbytes, largest_free_nbytes (that one lease finds for certain), num_leases, leases_out,
-        consumers, held (leases that each consumer has not let go of). So far: taken, committed, aborted, released (once
+        consumers, held (leases that each consumer has not released). So far: taken, committed, aborted, released (once
         for each consumer of a lease), cancelled, expired, full, consumers_connected, consumers_gone.
         """
 
@@ -581,10 +581,8 @@ class Arena:
 
         Blocks, without the GIL, until the worker has mapped it. Keep the link open as long as the worker shall receive
         leases: for the worker its end is ours. A worker that refuses it keeps its link; after any other error of the
-        link that is closed, so that both sides start anew. Raises
-        :class:`EndpointGoneError`,
-        :class:`EndpointRefusedError`, :class:`MmcopyTimeoutError`,
-        :class:`EndpointError`, :class:`ArenaError` and
+        link that is closed, so that both sides start anew. Raises :class:`EndpointGoneError`,
+        :class:`EndpointRefusedError`, :class:`MmcopyTimeoutError`, :class:`EndpointError`, :class:`ArenaError` and
         :class:`ClosedError`.
         """
 
@@ -607,8 +605,8 @@ class Arena:
     def close(self, timeout_s: float) -> None:
         """Give out no further lease, and end the thread. Leases that are out stay readable. May be called again.
 
-        The memory goes when the last lease, buffer and worker have let go of it. Does nothing in a forked child. Raises
-        :class:`MmcopyTimeoutError`.
+        The memory is freed when the last lease and buffer are gone and the last worker has unmapped it. Does nothing in
+        a forked child. Raises :class:`MmcopyTimeoutError`.
         """
 
 @final

@@ -38,7 +38,7 @@ class FlatArray:
 def flatten(array: object) -> FlatArray:
     """The bytes of ``array`` in C order; strides of any kind, 0-d, empty and read-only arrays included.
 
-    Raises :class:`ArrayTypeError` for what is no array or not in host memory, and :class:`DtypeError` for
+    Raises :class:`ArrayTypeError` for an object that is not an array or not in host memory, and :class:`DtypeError` for
     elements outside ``DTYPES`` (objects, structures, complex numbers).
     """
     torch = sys.modules.get("torch")

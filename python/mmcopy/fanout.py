@@ -59,7 +59,7 @@ def for_consumer(data: TensorData, consumer: int) -> TensorData:
     """``data`` as consumer number ``consumer`` has to receive it; number 0 has the handle as it is.
 
     Inline data is the same for all, and so is a lease, which knows its consumers. Raises :class:`PayloadError` for a
-    segment that was not sent to so many consumers, and :class:`ConfigError` for what is no number.
+    segment that was not sent to so many consumers, and :class:`ConfigError` for an invalid number.
     """
     try:
         consumer = operator.index(consumer)

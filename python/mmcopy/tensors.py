@@ -109,7 +109,7 @@ class TensorData:
 
 
 def shape_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` as a tuple of ints. Raises :class:`PayloadError` for what is no shape."""
+    """``shape`` as a tuple of ints. Raises :class:`PayloadError` for an invalid shape."""
     try:
         found = tuple(operator.index(n) for n in shape)
     except TypeError:

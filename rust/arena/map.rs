@@ -53,7 +53,7 @@ pub struct Claim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holding {
     Held,
-    /// Somebody else, such as a GPU's stream, writes the flag.
+    /// Another party, such as a GPU's stream, writes the flag.
     HandedOn,
     Released,
 }
@@ -258,7 +258,7 @@ impl Map {
         }
     }
 
-    /// Says to the sender that our reads are over. False when it was said already, which harms nobody.
+    /// Says to the sender that our reads are over. False when it was said already, which is harmless.
     pub fn release(&self, claim: &Claim) -> Result<bool> {
         self.check_process()?;
         let is_held = self.pass(claim, Holding::Released);
@@ -274,7 +274,7 @@ impl Map {
         Flag { address: self.flags.address() + offset, offset, value: record::flag_of(claim.handle.generation) }
     }
 
-    /// Somebody else writes the flag, and [`Map::release`] does nothing any more. False when the lease is not held.
+    /// Another party writes the flag, and [`Map::release`] does nothing any more. False when the lease is not held.
     pub fn defer_release(&self, claim: &Claim) -> Result<bool> {
         self.check_process()?;
         Ok(self.pass(claim, Holding::HandedOn))

@@ -8,9 +8,9 @@ use super::layout;
 use super::sender::{Inner, State};
 use super::table::{Lease, MAX_CONSUMERS};
 
-/// The thread looks again after this when somebody waits or something has just come back.
+/// The thread looks again after this when a send waits for room or a lease has just been released.
 const SHORT_PAUSE: Duration = Duration::from_micros(50);
-/// Longest pause while somebody waits for room.
+/// Longest pause while a send waits for room.
 const WAITING_PAUSE: Duration = Duration::from_millis(1);
 /// Longest pause while leases are out.
 const LONG_PAUSE: Duration = Duration::from_millis(10);
@@ -31,7 +31,7 @@ impl Inner {
         }
     }
 
-    /// Reads the flags of all leases that are out and frees what nobody reads any more; how many leases.
+    /// Reads the flags of all leases that are out and frees what is no longer read; how many leases.
     pub(super) fn sweep(&self, state: &mut State, asks_alive: bool) -> usize {
         let now = Instant::now();
         let State { table, consumers, counters, asked_alive, .. } = state;

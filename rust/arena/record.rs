@@ -72,7 +72,7 @@ impl<L: Word<u64>, S: Word<u32>> Record<'_, L, S> {
     /// Sender: no lease is here any more.
     pub(super) fn retire(&self) {
         self.generation.store(0, Ordering::Relaxed);
-        // Whoever sees what is stored after this sees that the generation has gone.
+        // A thread that sees what is stored after this sees that the generation has gone.
         fence(Ordering::Release);
     }
 
@@ -81,7 +81,7 @@ impl<L: Word<u64>, S: Word<u32>> Record<'_, L, S> {
         self.consumers.store(consumers, Ordering::Relaxed);
     }
 
-    /// Sender: nobody may claim it any more. Afterwards [`Flags::is_claimed`] is true for each consumer that has, or it
+    /// Sender: it can no longer be claimed. Afterwards [`Flags::is_claimed`] is true for each consumer that has, or it
     /// will see this and let go.
     pub(super) fn cancel(&self) {
         self.state.store(CANCELLED, Ordering::Relaxed);

@@ -19,7 +19,7 @@ pub(super) struct Lease {
     pub(super) remaining: u32,
     /// Those of them whose `held_nbytes` it is counted in.
     counted: u32,
-    /// Somebody on our side still writes to it, or could.
+    /// Our side still writes to it, or could.
     pub(super) is_writing: bool,
     /// All of it was declared to be in place.
     pub(super) is_committed: bool,
@@ -152,7 +152,7 @@ impl Table {
         (lease.entry.generation == generation).then_some(lease)
     }
 
-    /// Shows every lease that is out to `visit`, which may change it, and frees those that nobody needs any more. The
+    /// Shows every lease that is out to `visit`, which may change it, and frees those that are no longer needed. The
     /// indices of the freed ones.
     pub(super) fn sweep(&mut self, mut visit: impl FnMut(u32, &mut Lease)) -> Vec<u32> {
         let mut freed = Vec::new();

@@ -37,10 +37,10 @@ pub struct Writing {
 struct Stage {
     /// Calls of `write` that run.
     num_writers: usize,
-    /// Views that somebody can write through.
+    /// Views that can still be written through.
     num_views: usize,
     end: Option<End>,
-    /// The sender's books know of the end, and that nobody can write any more.
+    /// The sender's table has the end, and that it can no longer be written to.
     is_booked: bool,
 }
 
@@ -55,7 +55,7 @@ impl Writing {
         Self { inner, handle, progress: Progress::new(), stage: Mutex::default() }
     }
 
-    /// What a consumer needs to be told. The same each time.
+    /// What a consumer needs to find it. The same each time.
     pub const fn handle(&self) -> &LeaseHandle {
         &self.handle
     }
@@ -164,7 +164,7 @@ impl Writing {
     }
 
     /// Tells the books: of a commit at once, so that the lease can be taken back while a view is left, and of the rest
-    /// once nobody can write any more.
+    /// once it can no longer be written to.
     fn book(&self, stage: &mut Stage) {
         let is_left = stage.num_writers + stage.num_views == 0;
         match stage.end {
@@ -209,7 +209,7 @@ impl Drop for Writing {
     }
 }
 
-/// Somebody who may write.
+/// A thread that may write.
 struct Entered<'a> {
     writing: &'a Writing,
     count: fn(&mut Stage) -> &mut usize,

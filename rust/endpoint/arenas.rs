@@ -37,7 +37,7 @@ impl Arenas {
         Ok(())
     }
 
-    /// Its sender has gone. Whoever uses it still keeps it mapped.
+    /// Its sender has gone. Each user that is left keeps it mapped.
     pub(super) fn remove(&self, map: &Arc<Map>) {
         map.owner_has_gone();
         self.lock().maps.retain(|other| !Arc::ptr_eq(other, map));

@@ -25,7 +25,7 @@ pub(super) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
     }
 }
 
-/// Our own user and those listed, nobody else.
+/// Our own user and those listed, no other.
 pub(super) fn check(peer: &'static str, uid: u32, allowed_uids: &[u32]) -> Result<(), EndpointError> {
     let ours = rustix::process::geteuid().as_raw();
     if uid == ours || allowed_uids.contains(&uid) {

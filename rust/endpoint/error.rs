@@ -37,7 +37,7 @@ pub enum EndpointError {
         /// What was tried.
         operation: &'static str,
     },
-    /// Nobody listens there.
+    /// No worker listens there.
     #[error("no worker listens there: {}", crate::error::strerror(*.errno))]
     NobodyListens {
         /// The socket.

@@ -50,7 +50,7 @@ enum Stage {
 }
 
 impl Peer {
-    /// Looks at who it is; one that is not allowed is told so.
+    /// Looks at who it is; one that is not allowed gets a refusal.
     pub(super) fn new(
         fd: OwnedFd,
         hello_by: Deadline,

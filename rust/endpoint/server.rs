@@ -140,7 +140,7 @@ impl WorkerEndpoint {
         self.instance
     }
 
-    /// Where it listens: what a sender has to be told.
+    /// Where it listens, which a sender needs to know.
     pub fn path(&self) -> &Path {
         &self.path
     }

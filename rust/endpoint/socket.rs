@@ -37,7 +37,7 @@ pub(super) struct Arrived {
     pub(super) lost: Option<EndpointError>,
 }
 
-/// A socket that belongs to nobody yet.
+/// A socket without an owner yet.
 pub(super) fn unconnected() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)

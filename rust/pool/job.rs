@@ -35,7 +35,7 @@ impl Copying {
     }
 }
 
-/// A chunk that is being copied. Dropping it ends the chunk: after a panic as well, so that nobody waits for ever.
+/// A chunk that is being copied. Dropping it ends the chunk: after a panic as well, so that no thread waits for ever.
 struct Claimed {
     ledger: Arc<Ledger>,
     chunk: usize,
@@ -50,7 +50,7 @@ impl Drop for Claimed {
 }
 
 /// Chunks that are being copied. Dropping it cancels it. In a process forked from the one that started it, it does
-/// nothing and waits for nobody.
+/// nothing and waits for no other thread.
 #[derive(Debug)]
 pub struct Job {
     ledger: Arc<Ledger>,

@@ -19,7 +19,7 @@ const ONE_CHUNK: usize = 2;
 /// What a thread that asks for a chunk gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Claim {
-    /// This one, and nobody else gets it. It must be ended.
+    /// This one, and no other thread gets it. It must be ended.
     Chunk(usize),
     /// The next one is not permitted yet.
     NotYet,
@@ -27,7 +27,7 @@ pub(super) enum Claim {
     Over,
 }
 
-/// What a thread that waits for a chunk is told.
+/// The answer to a thread that waits for a chunk.
 #[derive(Debug)]
 pub(super) enum Waited {
     /// The chunk is there, or never will be.

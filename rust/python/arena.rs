@@ -157,8 +157,8 @@ impl PyArena {
 
     /// Gives the arena to the worker at the other end of the link; its number as a consumer. Blocks without the GIL.
     ///
-    /// Keep the link open as long as the worker shall receive leases. After an error it is closed: EndpointGoneError, EndpointRefusedError, MmcopyTimeoutError,
-    /// EndpointError, ArenaError, ClosedError.
+    /// Keep the link open as long as the worker shall receive leases. ArenaError and EndpointRefusedError leave it open;
+    /// EndpointGoneError, EndpointError and MmcopyTimeoutError close it. ClosedError: the arena or the link was closed.
     #[pyo3(signature = (link, *, timeout_s), text_signature = "($self, link, *, timeout_s)")]
     fn hand_over(&self, py: Python<'_>, link: &Bound<'_, PySenderLink>, timeout_s: Limit) -> PyResult<u32> {
         let link = link.get().opened()?;
@@ -185,7 +185,7 @@ impl PyArena {
     }
 
     /// Takes a lease back that was handed out: who has not begun to read it cannot any more. False when it is over. One
-    /// that is still being written is written on, for nobody. Never blocks. LeaseForgedError, LeaseUnknownArenaError,
+    /// that is still being written is written to the end, though no consumer reads it. Never blocks. LeaseForgedError, LeaseUnknownArenaError,
     /// ClosedError.
     fn cancel(
         &self,

@@ -168,7 +168,7 @@ impl PyLease {
         (flag.address, flag.value)
     }
 
-    /// Somebody else writes the flag, a GPU's stream for example: release does nothing any more. False when it is not held.
+    /// Another party writes the flag, a GPU's stream for example: release does nothing any more. False when it is not held.
     fn defer_release(&self) -> PyResult<bool> {
         Ok(self.map.defer_release(&self.claim)?)
     }

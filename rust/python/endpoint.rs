@@ -40,7 +40,7 @@ impl PyWorkerEndpoint {
         Ok(Self { endpoint: py.detach(|| WorkerEndpoint::create(options))? })
     }
 
-    /// Path of the socket: what a sender has to be told.
+    /// Path of the socket, which a sender needs.
     #[getter]
     fn path(&self) -> PathBuf {
         self.endpoint.path().to_path_buf()
@@ -116,7 +116,7 @@ pub(super) struct PySenderLink {
 impl PySenderLink {
     /// Connects and says Hello. Blocks without the GIL.
     ///
-    /// EndpointGoneError (nobody listens there), EndpointRefusedError (by either side: the user), EndpointError
+    /// EndpointGoneError (no worker listens there), EndpointRefusedError (by either side: the user), EndpointError
     /// (a path too long, among others), MmcopyTimeoutError.
     #[staticmethod]
     #[pyo3(signature = (path, *, timeout_s, allowed_uids), text_signature = "(path, *, timeout_s, allowed_uids)")]

@@ -10,7 +10,7 @@ use crate::owner::Owner;
 use crate::{Error, sweep as sweeping};
 
 /// A sender's identity on this host: a lock file in shm_dir that is locked as long as this process lives, and names
-/// that nobody else has.
+/// that no other sender has.
 ///
 /// A child after os.fork() shares the lock and owns nothing: it should call forget() at once.
 #[pyclass(frozen, name = "SegmentOwner", module = "mmcopy._native")]

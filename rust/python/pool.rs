@@ -75,7 +75,7 @@ impl PyCopyPool {
 
     /// Refuses further jobs and blocks until the threads have ended, each after the chunk that it copies.
     ///
-    /// The rest of a job is copied by whoever waits for it. May be called again. MmcopyTimeoutError at the limit.
+    /// The rest of a job is copied by the thread that waits for it. May be called again. MmcopyTimeoutError at the limit.
     fn close(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<()> {
         Ok(py.detach(|| self.pool.close(timeout_s.0))?)
     }
@@ -113,7 +113,7 @@ impl PyCopyJob {
         Ok(self.job.permit(upto)?)
     }
 
-    /// Blocks, without the GIL, until the chunk is in its slot, and copies chunks that nobody has begun meanwhile. How
+    /// Blocks, without the GIL, until the chunk is in its slot, and copies chunks that no thread has begun meanwhile. How
     /// many chunks in a row, this one first, are there.
     ///
     /// After an error of any chunk it raises that one, and nothing is copied any more. MmcopyTimeoutError at the limit,

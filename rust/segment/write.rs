@@ -100,7 +100,7 @@ fn reserve(file: &OwnedFd, nbytes: u64) -> std::result::Result<(), Errno> {
     Ok(())
 }
 
-/// A file that we created and that nobody has been told of: dropping it removes it.
+/// A file that we created and that no message names yet: dropping it removes it.
 struct Created {
     path: PathBuf,
     file: OwnedFd,

@@ -1,4 +1,4 @@
-"""Containers that share the sockets' directory and nothing else: leases work, and nobody tries segments."""
+"""Containers that share the sockets' directory and nothing else: leases work, and segments are not tried."""
 
 from __future__ import annotations
 

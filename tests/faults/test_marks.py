@@ -1,4 +1,4 @@
-"""A worker that writes garbage over its marks: it can get wrong pixels itself, and nobody else can."""
+"""A worker that writes garbage over its release flags: only that worker can get wrong pixels."""
 
 from __future__ import annotations
 

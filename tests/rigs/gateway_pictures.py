@@ -36,7 +36,7 @@ def png(pixels: np.ndarray) -> bytes:
 def expected(
     pictures: Sequence[np.ndarray], *, engine: str = "tokenspeed", dtype: str = "bfloat16"
 ) -> dict[str, Tensor]:
-    """All tensors of a request for ``pictures``: one item a picture, for vLLM one item for all of them."""
+    """All tensors of a request for ``pictures``: one item per picture, for vLLM one item for all of them."""
     pixels = [encoder_input(each, dtype) for each in pictures]
     grids = [np.array([[1, each.shape[0] // PATCH, each.shape[1] // PATCH]]) for each in pictures]
     counts = [np.array([grid.prod()]) for grid in grids]

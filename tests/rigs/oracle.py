@@ -31,7 +31,7 @@ def expected_tensors(
 ) -> dict[tuple[int, str], Recomputed | None]:
     """All tensors of one request: (item, name) -> what it ought to be, None where that can't be recomputed.
 
-    ``pictures``: (pixels or None when not known exactly, width, height) each. TokenSpeed has one item a picture,
+    ``pictures``: (pixels or None when not known exactly, width, height) each. TokenSpeed has one item per picture,
     vLLM one for all of them, joined along the first dimension. A name that is not in the answer is not known either.
     """
     rules = PREPROCESSING[family.name]

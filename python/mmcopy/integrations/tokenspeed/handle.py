@@ -27,7 +27,7 @@ class ShmTensorHandle:
 
     The order of calls is :meth:`publish` (producer), :meth:`attach` or :meth:`try_attach` on every rank, a barrier, and
     then on each rank one of :meth:`consume`, :meth:`copy_into` and :meth:`release`, or :meth:`copy_to_pinned` and then
-    :meth:`release`. Whoever removes the name first wins; the others do not notice. Pickling takes the three arguments
+    :meth:`release`. The first to remove the name wins; the others do not notice. Pickling takes the three arguments
     alone. Only names that begin with one of ``accept_prefixes`` are opened, and so removed.
 
     Not for use by several threads at once.
@@ -173,7 +173,7 @@ class ShmTensorHandle:
             self.release()
 
     def release(self) -> None:
-        """Let go of the segment and remove its name, if it is still there. May be called again; raises nothing."""
+        """Close the segment and remove its name, if it is still there. May be called again; raises nothing."""
         segment, self._segment = self._segment, None
         had_remote, self._remote = self._remote is not None, None
         if segment is None and (had_remote or self._reachable_ranks is not None):

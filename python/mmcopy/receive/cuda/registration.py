@@ -40,7 +40,7 @@ def register(
     """Register ``nbytes`` from ``address`` on the current device; the parts, each an address and its bytes.
 
     All or nothing: on an error, which is raised, and when ``should_stop`` says so between two parts (then there are no
-    parts), what was registered is let go of. Blocks.
+    parts), what was registered is unregistered again. Blocks.
     """
     done: list[tuple[int, int]] = []
     try:
@@ -57,7 +57,7 @@ def register(
 
 
 def unregister(runtime: Any, parts: Iterable[tuple[int, int]]) -> None:
-    """Let go of all parts. No copy out of them may be queued. What CUDA refuses is logged."""
+    """Unregister all parts. No copy out of them may be queued. What CUDA refuses is logged."""
     for address, nbytes in parts:
         try:
             runtime.hostUnregister(address)
