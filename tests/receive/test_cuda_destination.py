@@ -181,6 +181,20 @@ def test_leases_are_released_behind_their_copies_and_not_before(rig: Rig) -> Non
     assert rig.metrics.get(Counter.LEASES_RELEASED, "received") == 2
 
 
+def test_a_driver_that_refuses_to_write_flags_is_asked_once(torch: Any, tmp_path: pathlib.Path, caplog: Any) -> None:
+    rig = Rig(torch, tmp_path / "s", has_driver=True)
+    rig.runtime.refuses_words = True
+    try:
+        for _ in range(2):
+            arrays = [random_bytes(1000, n) for n in range(3)]
+            assert [t.tobytes() for t in rig.receive(rig.send(arrays, "lll"))] == [a.tobytes() for a in arrays]
+            assert settle(lambda: rig.leases.leases_out == 0)
+    finally:
+        rig.close()
+    refusals = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert refusals == ["the driver refuses to write release flags from a stream (CUresult 801): the host writes them"]
+
+
 def test_names_are_there_until_the_first_copy_is_queued(rig: Rig, segments: Callable[[], list[str]]) -> None:
     seen: list[int] = []
     rig.runtime.before_copy = lambda: seen.append(sum(not name.endswith(".lock") for name in segments()))

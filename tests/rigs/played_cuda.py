@@ -32,6 +32,7 @@ class PlayedRuntime(PlayedStream):
         super().__init__()
         self.copies: list[int] = []
         self.refuse_at = -1
+        self.refuses_words = False
         self.before_copy: Callable[[], object] = lambda: None
         self.edges: list[tuple[int, int, int]] = []
         """(stream that is waited for, stream that waits, copies queued before)."""
@@ -45,6 +46,14 @@ class PlayedRuntime(PlayedStream):
             raise RefusedError("the device refuses")
         self.copies.append(nbytes)
         self.queue(lambda: ctypes.memmove(dst, src, nbytes))
+
+    def write_value(self, stream: int, address: int, value: int, flags: int) -> int:
+        """libcuda's cuStreamWriteValue32."""
+        assert (stream, flags) == (COPY_STREAM, 0)
+        if self.refuses_words:
+            return 801
+        self.queue(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
+        return 0
 
     def getDevice(self) -> int:
         return 0
@@ -105,11 +114,6 @@ class PlayedDriver:
             self._runtime.queue_copy(*copy)
         return (0,)
 
-    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[int]:
-        assert (stream, flags) == (COPY_STREAM, 0)
-        self._runtime.queue(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
-        return (0,)
-
 
 class PlayedTorch:
     """torch, whose device "cuda" is the host. What it allocates stays: where CUDA's allocator would wait for the stream
@@ -144,6 +148,7 @@ def played_cuda(torch: Any, *, has_driver: bool) -> CudaInterfaces:
         torch=PlayedTorch(torch),
         runtime=runtime,
         driver=PlayedDriver(runtime) if has_driver else None,
+        write_value=runtime.write_value if has_driver else None,
         current_stream=lambda _: CALLERS_STREAM,
         pin=lambda nbytes: np.zeros(nbytes, np.uint8),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ class CudaInterfaces:
     """cupy's ``cupy.cuda.runtime``."""
     driver: Any
     """``cuda.bindings.driver``, which comes with torch; None without it."""
+    write_value: Callable[[int, int, int, int], int] | None
+    """libcuda's ``cuStreamWriteValue32``: of a stream, an address, a value and flags, as numbers; returns a CUresult.
+    None where libcuda has none."""
     current_stream: Callable[[int], int]
     """The stream that is current on a device, as CUDA's number."""
     pin: Callable[[int], Any]
@@ -74,7 +78,20 @@ def find_cuda(device_index: int) -> CudaInterfaces:
         def current_stream(index: int) -> int:
             return int(torch.cuda.current_stream(index).cuda_stream)
 
-    return CudaInterfaces(torch, runtime, driver, current_stream, _pin)
+    return CudaInterfaces(torch, runtime, driver, _find_write_value(), current_stream, _pin)
+
+
+def _find_write_value() -> Callable[[int, int, int, int], int] | None:
+    """By ctypes, for it is called once a lease: ``cuda.bindings`` makes an object of each address first."""
+    try:
+        # The name behind the header's cuStreamWriteValue32 since CUDA 11.7; the old one works only where the kernel
+        # module was loaded with NVreg_EnableStreamMemOPs.
+        found = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    found.restype = ctypes.c_int
+    return found
 
 
 def _pin(nbytes: int) -> Any:
@@ -104,13 +121,14 @@ class Event:
 class CopyStream:
     """The stream that all host-to-device copies of one receiver run on.
 
-    ``runtime`` and ``driver`` are those of :class:`CudaInterfaces`; a test can replace them.
+    ``runtime``, ``driver`` and ``write_value`` are those of :class:`CudaInterfaces`; a test can replace them.
     """
 
     def __init__(self, cuda: CudaInterfaces, device_index: int) -> None:
         self.stream = cuda.torch.cuda.Stream(device_index)
         self.runtime = cuda.runtime
         self.driver = cuda.driver
+        self.write_value = cuda.write_value
         self._device_index = device_index
         self._pointer: int = self.stream.cuda_stream
         self._host_to_device = self.runtime.memcpyHostToDevice
@@ -157,13 +175,14 @@ class CopyStream:
 
     def write_word(self, address: int, value: int) -> bool:
         """Write 32 bits to registered host memory behind what is queued; False where the driver cannot."""
-        if self.driver is None:
+        if self.write_value is None:
             return False
-        driver = self.driver
-        (result,) = driver.cuStreamWriteValue32(self._driver_stream, driver.CUdeviceptr(address), value, 0)
-        if int(result) != 0:
-            self.driver = None
-            _log.warning("the driver refuses to write release flags from a stream (%s): the host writes them", result)
+        result = self.write_value(self._pointer, address, value, 0)
+        if result != 0:
+            self.write_value = None
+            _log.warning(
+                "the driver refuses to write release flags from a stream (CUresult %d): the host writes them", result
+            )
             return False
         return True
 
