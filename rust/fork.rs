@@ -9,39 +9,57 @@
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use rustix::process::Pid;
 
 /// Descriptors that are listed at most; more are simply not closed in a child.
 const CAPACITY: usize = 1024;
 const FREE: i32 = -1;
+/// Bytes of the page that a child finds empty.
+const PAGE_BYTES: usize = 4096;
 
-static FORKS: AtomicU64 = AtomicU64::new(0);
+/// The highest number that this process or one that it was forked from has taken.
+static NUMBERS: AtomicU64 = AtomicU64::new(0);
+/// This process's number, in a page that the kernel empties in a child; null before it was asked for.
+static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
+/// The same where the kernel does not empty pages. Only the fork handler clears it.
+static PLAIN_WORD: AtomicU64 = AtomicU64::new(0);
 static LISTED: [AtomicI32; CAPACITY] = [const { AtomicI32::new(FREE) }; CAPACITY];
-static HANDLER: Once = Once::new();
+static HAS_HANDLER: AtomicBool = AtomicBool::new(false);
 
 /// The process that something belongs to. A process id alone would not do: a child in a new pid namespace can have its
-/// parent's number.
+/// parent's number. Asking the kernel for it would also cost more than all else that a small lease needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Process {
+    /// No process has the number of one that it was forked from.
+    number: u64,
     pid: Pid,
-    forks: u64,
 }
 
 impl Process {
     /// The one that runs this.
     pub(crate) fn current() -> Self {
-        // SAFETY: the handler is a function of this program and does only what is allowed after a fork: atomic
-        // operations and `close`. A refusal (no memory) leaves the process id.
-        HANDLER.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) });
-        Self { pid: rustix::process::getpid(), forks: FORKS.load(Ordering::Relaxed) }
+        // No lock: a child that is forked in the middle of this could not take it. Twice registered is harmless.
+        if !HAS_HANDLER.load(Ordering::Acquire) {
+            // SAFETY: the handler is a function of this program and does only what is allowed after a fork: atomic
+            // operations and `close`. A refusal (no memory) leaves the page, or the process id.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+            HAS_HANDLER.store(true, Ordering::Release);
+        }
+        Self { number: number(word()), pid: rustix::process::getpid() }
     }
 
     /// Whether this is still it, and not a child of it.
     pub(crate) fn is_current(self) -> bool {
-        self == Self::current()
+        self.is_named_by(word())
+    }
+
+    fn is_named_by(self, word: &AtomicU64) -> bool {
+        let is_same = word.load(Ordering::Relaxed) == self.number;
+        is_same && (!ptr::eq(word, &raw const PLAIN_WORD) || self.pid == rustix::process::getpid())
     }
 
     /// Its number in its own pid namespace: for messages, not an identity.
@@ -50,12 +68,55 @@ impl Process {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// A process that is not this one, though it has its number.
+    /// A process that is not this one, though it has its process id.
     #[cfg(test)]
     pub(crate) fn elsewhere() -> Self {
         let here = Self::current();
-        Self { forks: here.forks + 1, ..here }
+        Self { number: here.number + 1, ..here }
     }
+}
+
+/// What the word says, once it says something. Relaxed: numbers are compared, and order nothing.
+fn number(word: &AtomicU64) -> u64 {
+    match word.load(Ordering::Relaxed) {
+        0 => {
+            let next = NUMBERS.fetch_add(1, Ordering::Relaxed) + 1;
+            word.compare_exchange(0, next, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|found| found, |_| next)
+        }
+        found => found,
+    }
+}
+
+fn word() -> &'static AtomicU64 {
+    let word = WORD.load(Ordering::Acquire);
+    // SAFETY: it is null, or a word that lives as long as the program.
+    unsafe { word.as_ref() }.unwrap_or_else(find_word)
+}
+
+#[cold]
+fn find_word() -> &'static AtomicU64 {
+    let fresh = emptied_page().unwrap_or_else(|| ptr::from_ref(&PLAIN_WORD).cast_mut());
+    let found = WORD.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire);
+    // The page of a thread that was second stays: it happens once in a process, if at all.
+    let word = found.map_or_else(|first| first, |_| fresh);
+    // SAFETY: no page is unmapped again, and the other is a static.
+    unsafe { &*word }
+}
+
+/// A page that is zero here, and again in each child; None where the kernel has none (before Linux 4.14).
+fn emptied_page() -> Option<*mut AtomicU64> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: no address is asked for, so nothing that is mapped already is touched.
+    let page =
+        unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), PAGE_BYTES, protection, MapFlags::PRIVATE) }.ok()?;
+    // SAFETY: this page was just mapped and nothing has its address.
+    let advised = unsafe { rustix::mm::madvise(page, PAGE_BYTES, Advice::LinuxWipeOnFork) };
+    if advised.is_err() {
+        // SAFETY: as above.
+        let _ = unsafe { rustix::mm::munmap(page, PAGE_BYTES) };
+        return None;
+    }
+    Some(page.cast())
 }
 
 /// A descriptor that no child keeps.
@@ -97,7 +158,8 @@ impl Drop for Descriptor {
 }
 
 extern "C" fn in_child() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
+    // The kernel has done it where `clone` was called without the C library, and this where the kernel does not.
+    word().store(0, Ordering::Relaxed);
     for place in &LISTED {
         let number = place.swap(FREE, Ordering::Relaxed);
         if number != FREE {
@@ -144,5 +206,34 @@ mod tests {
         assert!(is_open(number) && process.is_current());
         drop(descriptor);
         assert!(LISTED.iter().all(|place| place.load(Ordering::Relaxed) != number) || is_open(number));
+    }
+
+    #[test]
+    fn a_child_and_its_child_are_three_processes() {
+        let parent = Process::current();
+        assert!(in_a_child(|| {
+            let child = Process::current();
+            let is_new = child != parent && child.is_current() && !parent.is_current();
+            is_new && in_a_child(|| !child.is_current() && !parent.is_current() && Process::current().is_current())
+        }));
+        assert!(parent.is_current() && Process::current() == parent);
+    }
+
+    #[test]
+    fn the_page_alone_tells_a_child_from_its_parent() {
+        let Some(page) = emptied_page() else { return };
+        // SAFETY: it is never unmapped.
+        let word = unsafe { &*page };
+        let parent = Process { number: number(word), ..Process::current() };
+        assert!(parent.is_named_by(word));
+        assert!(in_a_child(|| !parent.is_named_by(word) && number(word) > parent.number));
+    }
+
+    #[test]
+    fn without_the_page_the_process_id_does() {
+        let here = Process { number: number(&PLAIN_WORD), ..Process::current() };
+        assert!(here.is_named_by(&PLAIN_WORD));
+        // The handler clears another word here, so that only the process id differs.
+        assert!(in_a_child(|| PLAIN_WORD.load(Ordering::Relaxed) == here.number && !here.is_named_by(&PLAIN_WORD)));
     }
 }
