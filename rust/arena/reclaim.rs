@@ -8,12 +8,13 @@ use super::layout;
 use super::sender::{Inner, State};
 use super::table::{Lease, MAX_CONSUMERS};
 
-/// The thread looks again after this when a send waits for room or a lease has just been released.
-const SHORT_PAUSE: Duration = Duration::from_micros(50);
-/// Longest pause while a send waits for room.
-const WAITING_PAUSE: Duration = Duration::from_millis(1);
-/// Longest pause while leases are out.
-const LONG_PAUSE: Duration = Duration::from_millis(10);
+/// The thread looks at the flags after the first of these times, then after twice that, up to the second. No send waits
+/// for it: one that finds too little room looks itself.
+const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(10)];
+/// The same while a send waits for room.
+const WAITING_PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
+/// It goes on for so long after the last lease, so that each of several leases in a row does not cost a wake-up.
+pub(super) const LINGER: Duration = Duration::from_secs(1);
 /// How often consumers are asked whether they live.
 const ALIVE_PAUSE: Duration = Duration::from_millis(5);
 
@@ -31,7 +32,8 @@ impl Inner {
         }
     }
 
-    /// Reads the flags of all leases that are out and frees what is no longer read; how many leases.
+    /// Reads the flags of all leases that are out and frees what is no longer read; how many leases. What a consumer
+    /// released before it went counts as released.
     pub(super) fn sweep(&self, state: &mut State, asks_alive: bool) -> usize {
         let now = Instant::now();
         let State { table, consumers, counters, asked_alive, .. } = state;
@@ -41,12 +43,6 @@ impl Inner {
             gone = Consumer::gone(consumers.iter().enumerate().filter_map(|(slot, one)| Some((slot, one.as_ref()?))));
         }
         let freed = table.sweep(|index, lease| {
-            if lease.remaining & gone != 0 {
-                lease.remaining &= !gone;
-                lease.entry.consumers &= !gone;
-                // The slot can be another consumer's soon, which must not claim this lease.
-                layout::record(&self.control, index).keep_consumers(lease.entry.consumers);
-            }
             let mut has_unclaimed = false;
             for slot in slots_of(lease.remaining) {
                 let Some(consumer) = consumers[slot].as_ref() else {
@@ -57,9 +53,16 @@ impl Inner {
                 if flags.is_released(lease.entry.generation) {
                     lease.remaining &= !(1 << slot);
                     counters.released += 1;
+                } else if gone & (1 << slot) != 0 {
+                    lease.remaining &= !(1 << slot);
                 } else {
                     has_unclaimed |= !flags.is_claimed(lease.entry.generation);
                 }
+            }
+            if lease.entry.consumers & gone != 0 {
+                lease.entry.consumers &= !gone;
+                // The slot can be another consumer's soon, which must not claim this lease.
+                layout::record(&self.control, index).keep_consumers(lease.entry.consumers);
             }
             let is_old = now.duration_since(lease.since) >= self.unclaimed_limit;
             if has_unclaimed && is_old && !lease.is_unfinished() && !lease.is_cancelled {
@@ -77,26 +80,29 @@ impl Inner {
         freed.len()
     }
 
-    /// The thread: looks at the flags while leases are out, and sleeps while none is.
+    /// The thread: looks at the flags while leases are out and for [`LINGER`] after, and sleeps otherwise.
     pub(super) fn give_back(&self) {
-        let mut pause = SHORT_PAUSE;
         let mut state = self.lock();
+        let (mut last_out, mut pause, mut was_awaited) = (Instant::now(), Duration::ZERO, false);
         while !state.is_closing {
-            if state.table.num_outstanding() == 0 {
+            let is_freed = self.sweep(&mut state, false) > 0;
+            if is_freed {
+                self.freed.notify_all();
+            }
+            if is_freed || state.table.num_outstanding() > 0 {
+                last_out = Instant::now();
+            } else if last_out.elapsed() >= LINGER {
                 state.is_parked = true;
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.is_parked = false;
-                pause = SHORT_PAUSE;
+                (last_out, pause) = (Instant::now(), Duration::ZERO);
                 continue;
             }
-            if self.sweep(&mut state, false) > 0 {
-                self.freed.notify_all();
-                pause = SHORT_PAUSE;
-            } else {
-                pause = (pause * 2).min(LONG_PAUSE);
-            }
-            let most = if state.num_waiting > 0 { WAITING_PAUSE } else { LONG_PAUSE };
-            state = self.work.wait_timeout(state, pause.min(most)).unwrap_or_else(PoisonError::into_inner).0;
+            let is_awaited = state.num_waiting > 0;
+            let [least, most] = if is_awaited { WAITING_PAUSES } else { PAUSES };
+            pause = if is_freed || is_awaited && !was_awaited { least } else { (pause * 2).clamp(least, most) };
+            was_awaited = is_awaited;
+            state = self.work.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.has_ended = true;
         self.work.notify_all();

@@ -288,6 +288,12 @@ impl Arena {
         self.inner.open().is_err()
     }
 
+    /// Whether the thread waits for the next lease.
+    #[cfg(test)]
+    pub(super) fn is_parked(&self) -> bool {
+        self.inner.lock().is_parked
+    }
+
     /// Gives out no further lease, and ends the thread. Leases that are out stay readable for their consumers. May be
     /// called again; does nothing in a forked child.
     pub fn close(&self, limit: Duration) -> Result<()> {

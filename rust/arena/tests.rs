@@ -341,6 +341,38 @@ fn a_stream_may_write_the_mark() {
 }
 
 #[test]
+fn a_consumer_that_goes_has_released_what_it_released() {
+    let arena = Arena::create(&options(MIB)).unwrap();
+    for round in 1..=10 {
+        let worker = Worker::new();
+        let (slot, map, link) = worker.connect(&arena);
+        let handles: Vec<_> = (0..50).map(|seed| send(&arena, &pattern(100, seed), &[slot]).unwrap()).collect();
+        for handle in &handles {
+            map.release(&map.claim(handle).unwrap()).unwrap();
+        }
+        drop((map, link, worker));
+        assert!(settles(|| arena.statistics().unwrap().consumers == 0));
+        assert!(is_empty(&arena));
+        assert_eq!(arena.statistics().unwrap().released, 50 * round);
+    }
+}
+
+#[test]
+fn the_thread_parks_some_time_after_the_last_lease_and_wakes_for_the_next() {
+    let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
+    let (slot, map, _link) = worker.connect(&arena);
+    for seed in 0..2 {
+        let begun = Instant::now();
+        let handle = send(&arena, &pattern(100, seed), &[slot]).unwrap();
+        assert!(settles(|| !arena.is_parked()));
+        map.release(&map.claim(&handle).unwrap()).unwrap();
+        assert!(settles(|| arena.is_parked()));
+        assert!(begun.elapsed() >= reclaim::LINGER);
+    }
+    assert_eq!(arena.statistics().unwrap().released, 2);
+}
+
+#[test]
 fn the_thread_sleeps_while_nothing_is_out_and_ends() {
     let (worker, arena) = (Worker::new(), Arena::create(&options(MIB)).unwrap());
     let (slot, map, _link) = worker.connect(&arena);
