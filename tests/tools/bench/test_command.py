@@ -16,7 +16,6 @@ import pytest
 
 import mmcopy.tools.bench.h2d
 from mmcopy.tools.bench.paths import Path, Role
-from mmcopy.tools.bench.peer import Limit, Peer, PeerError, Receive, digest
 from mmcopy.tools.bench.sweep import Setting, SweepRow, advice, best_setting
 from mmcopy.tools.cli import main
 
@@ -59,51 +58,6 @@ def test_json_is_the_last_line_and_agrees_with_itself(
     check_records(json.loads(told.out), PATHS, [(4096, 1), (65536, 1), (4096, 3)])
     assert re.search(r"^3 x 4 KiB +memcpy +[\d.]+ (us|ms) ", told.err, re.MULTILINE)
     assert segments() == []
-
-
-def check_e2e(told: str, limit: str, case: tuple[int, int]) -> None:
-    rows = json.loads(told)
-    assert [row["path"] for row in rows] == [
-        limit,
-        "lease",
-        "lease_streamed",
-        "segment",
-        "shared_memory_staged",
-        "inline",
-    ]
-    for row in rows:
-        assert (row["nbytes"], row["count"]) == case
-        assert row["gbps"] == pytest.approx(case[0] * case[1] / row["median_s"] / 1e9)
-        assert 0 < row["receive_s"] <= row["median_s"]
-        assert row["consumer_cpu_s_per_gib"] >= 0
-
-
-def test_e2e_is_two_processes_and_leaves_nothing(capfd: pytest.CaptureFixture[str], segments: Added) -> None:
-    options = ["--sizes", "none", "--batches", "3x4097", "--repeats", "3", "--threads", "1"]
-    assert main(["bench", "e2e", *options, "--json"]) == 0
-    told = capfd.readouterr()
-    check_e2e(told.out, "memcpy", (4097, 3))
-    assert "end to end" in told.err
-    assert segments() == []
-
-
-def test_e2e_ends_when_its_receiving_process_is_killed(segments: Added) -> None:
-    with Peer("cpu", num_threads=1, shm_dir="/dev/shm") as peer:
-        pid = peer._process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(PeerError, match=r"ended|gone"):
-            peer.ask(Limit(4096))
-
-
-def test_e2e_tells_what_the_receiving_process_could_not_do(segments: Added) -> None:
-    with pytest.raises(PeerError, match="DeviceError: device is 'gpu'"):
-        Peer("gpu", num_threads=1, shm_dir="/dev/shm")
-    with Peer("cpu", num_threads=1, shm_dir="/dev/shm") as peer:
-        gone = [("mmcopy-none", 4096)]
-        with pytest.raises(PeerError, match="FileNotFoundError"):
-            peer.ask(Receive("shared_memory_staged", gone))
-        assert peer.ask(Receive("inline", [b"abc"], check=True)).digest == digest([b"abc"])
 
 
 def test_the_table_tells_units_machine_and_date(capsys: pytest.CaptureFixture[str], segments: Added) -> None:
@@ -261,14 +215,6 @@ def test_on_a_gpu_every_path_is_right_and_in_the_output(
     paths = ["pinned_h2d", "lease", "segment", "shared_memory_staged", "pageable", "inline"]
     check_records(json.loads(told.out), paths, [(65536, 1), (1 << 20, 1), (4097, 1), (1 << 20, 5)])
     assert "(cuda:0); driver " in told.err
-    assert segments() == []
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_e2e_is_right(capfd: pytest.CaptureFixture[str], segments: Added) -> None:
-    options = ["--sizes", "1MiB", "--batches", "none", "--repeats", "3", "--device", "cuda:0"]
-    assert main(["bench", "e2e", *options, "--json"]) == 0
-    check_e2e(capfd.readouterr().out, "pinned_h2d", (1 << 20, 1))
     assert segments() == []
 
 

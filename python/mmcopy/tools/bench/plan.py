@@ -24,6 +24,7 @@ __all__ = [
     "parse_sizes",
     "thread_counts",
     "turn",
+    "turn_of",
 ]
 
 DEFAULT_SIZES = "64KiB,1MiB,16MiB,64MiB,256MiB,1GiB"
@@ -81,6 +82,15 @@ def turn(paths: Sequence[T], round_index: int) -> list[T]:
     """The order of one round: every path once, beginning one further with each round."""
     start = round_index % len(paths) if paths else 0
     return [*paths[start:], *paths[:start]]
+
+
+def turn_of(case: Case) -> tuple[int, int]:
+    """How often a path delivers back to back in one turn: untimed, to have its caches back, and timed.
+
+    Together 512 MiB, 2 to 8 times. Above that caches do not matter, and time does: once, timed.
+    """
+    deliveries = min(8, (512 << 20) // case.total_bytes)
+    return (1, deliveries - 1) if deliveries > 1 else (0, 1)
 
 
 def parse_sizes(text: str, *, setting: str) -> tuple[int, ...]:

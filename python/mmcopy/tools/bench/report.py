@@ -5,15 +5,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from .paths import Path, Role
+from .paths import Role
 from .plan import Case
 from .table import Table
 
 __all__ = ["Row", "as_records", "case_table", "median_and_iqr", "rows_of"]
 
 R = TypeVar("R", bound="Row")
+
+
+class Named(Protocol):
+    """A path, as what it is compared."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def role(self) -> Role: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ def median_and_iqr(seconds: Sequence[float]) -> tuple[float, float]:
     return median, third - first
 
 
-def rows_of(case: Case, paths: Sequence[Path], seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+def rows_of(case: Case, paths: Sequence[Named], seconds: Mapping[str, Sequence[float]]) -> list[Row]:
     """The case's rows in the order of ``paths``, which hold one limit."""
     timed = {path.name: median_and_iqr(seconds[path.name]) for path in paths}
     gbps = {name: case.total_bytes / median / 1e9 for name, (median, _) in timed.items()}

@@ -46,9 +46,11 @@ H2D = (
     "2 when it could not run."
 )
 E2E = (
-    "Send from this process and receive in another, every path in turns: mmcopy's, and plain code "
-    "(shared_memory_staged: SharedMemory filled by numpy, received as in h2d; inline: the bytes through a local "
-    "socket). Exit codes as for h2d."
+    "Send from one process and receive in another, every path in two processes of its own and in turns: mmcopy's, and "
+    "plain code (torch_slots: torch copies into a slot for each tensor, in memory that the receiving process has "
+    "registered with CUDA, as an engine's own arena does; shared_memory_staged: SharedMemory filled by numpy, received "
+    "as in h2d; inline: the bytes through a local socket). Takes up to 18 times the largest case of host memory. Exit "
+    "codes as for h2d."
 )
 COPY = (
     "Receive segments with receivers of every number of threads and every slot size, in turns, and print which "
