@@ -1,7 +1,8 @@
 //! Removing the segments of senders that are gone.
 //!
-//! Only the lock of [`crate::owner`] says who is alive. Files that are not ours by name, not regular, or that we may
-//! not open are left alone, and any number of sweeps may run at once.
+//! Only the lock of [`crate::owner`] says who is alive, and only of files of the same user: anybody may create a file
+//! in a world-writable directory. Files that are not ours by name or by user, or not regular, are left alone (root
+//! clears up after every user). Any number of sweeps may run at once, and each holds two descriptors at most.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -22,6 +23,8 @@ pub struct Swept {
     pub names: Vec<String>,
     /// Their bytes.
     pub nbytes: u64,
+    /// Why files that should have gone are still there.
+    pub failures: Vec<Error>,
 }
 
 /// Removes what senders that are gone left in this directory:
@@ -30,75 +33,138 @@ pub struct Swept {
 /// * a segment of ours without any lock file was sent by a sender that closed properly, and may still be on its way to
 ///   its consumer: it goes when it was last written more than `orphan_grace` ago.
 ///
-/// Lock files are not counted. What cannot be removed is left for the next sweep. An error means that the directory
-/// itself cannot be read.
+/// A lock file of another user than the segment's counts as none. Lock files are not counted. What cannot be removed is
+/// left for the next sweep. An error means that the directory itself cannot be read.
 pub fn sweep(shm_dir: &Path, orphan_grace: Duration) -> Result<Swept> {
-    let mut dead = HashMap::new();
-    for file_name in file_names(shm_dir)? {
-        if let Some(id) = OwnerId::of_lock(&file_name)
-            && let Some(lock) = DeadLock::take(shm_dir, &id)
-        {
-            dead.insert(id, lock);
-        }
-    }
-    // Listed again, because the locks are held only now: a sender that is dead now writes nothing more.
     let mut swept = Swept::default();
-    for file_name in file_names(shm_dir)? {
-        let Some(id) = OwnerId::of_segment(&file_name) else { continue };
-        let path = shm_dir.join(&file_name);
-        let Some((_open, found)) = open_regular(&path) else { continue };
-        let is_left_behind = dead.contains_key(&id) || is_orphan(shm_dir, &id, &found, orphan_grace);
-        if is_left_behind && entry::remove(&path, Identity::of(&found)) == Ok(true) {
-            swept.nbytes += u64::try_from(found.st_size).unwrap_or(0);
-            swept.names.push(file_name);
+    for (id, names) in list(shm_dir)? {
+        // Looked at behind the listing: a sender has its lock file before its first segment, so one without a lock file
+        // by now writes nothing more.
+        let lock = match Lock::look(shm_dir, &id) {
+            Ok(lock) => lock,
+            Err(error) => {
+                swept.failures.push(error);
+                continue;
+            }
+        };
+        for name in names {
+            match remove_segment(&shm_dir.join(&name), lock.as_ref(), orphan_grace) {
+                Ok(Some(nbytes)) => {
+                    swept.nbytes += nbytes;
+                    swept.names.push(name);
+                }
+                Ok(None) => {}
+                Err(error) => swept.failures.push(error),
+            }
         }
-    }
-    // Last, so that a sweep that is killed half way leaves the lock file for the next one. A segment that could not be
-    // removed has no lock file from now on and is an orphan like any other.
-    for (id, lock) in dead {
-        lock.remove(shm_dir, &id);
+        // Last, so that a sweep that is killed half way leaves the lock file for the next one. A segment that could not
+        // be removed, or was written behind the listing, has no lock file from now on and is an orphan like any other.
+        if let Some(error) = lock.and_then(|lock| lock.remove_if_dead(shm_dir, &id).err()) {
+            swept.failures.push(error);
+        }
     }
     Ok(swept)
 }
 
-/// The lock of a sender that died. We hold it, so no other sweep works on this sender.
-struct DeadLock {
-    _held: OwnedFd,
-    identity: Identity,
+/// A sender's lock file.
+struct Lock {
+    uid: u32,
+    /// We hold it: its sender died, and no other sweep works on what that left.
+    dead: Option<(OwnedFd, Identity)>,
 }
 
-impl DeadLock {
-    /// None when the sender is alive, when another sweep was here first, and when we may not touch the file.
-    fn take(shm_dir: &Path, id: &OwnerId) -> Option<Self> {
+impl Lock {
+    /// None when there is no such file. Another user's is not opened.
+    fn look(shm_dir: &Path, id: &OwnerId) -> Result<Option<Self>> {
         let path = id.lock_name().path_in(shm_dir);
-        let (held, found) = open_regular(&path)?;
-        let identity = Identity::of(&found);
-        rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive).ok()?;
-        entry::is_at(&path, identity).ok()?.then_some(Self { _held: held, identity })
+        let Some(found) = regular(&path)? else { return Ok(None) };
+        let mut lock = Self { uid: found.st_uid, dead: None };
+        if !is_ours(found.st_uid) {
+            return Ok(Some(lock));
+        }
+        let Some((held, identity)) = open(&path, &found)? else { return Ok(None) };
+        let failed = |errno, operation| Error::from_errno(errno, operation, &path, 0);
+        match rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Ok(Some(lock)),
+            Err(errno) => return Err(failed(errno, "flock")),
+        }
+        // Else another sweep was here first.
+        if !entry::is_at(&path, identity).map_err(|errno| failed(errno, "lstat"))? {
+            return Ok(None);
+        }
+        lock.dead = Some((held, identity));
+        Ok(Some(lock))
     }
 
-    fn remove(self, shm_dir: &Path, id: &OwnerId) {
-        // An error leaves a lock file that nobody holds: the next sweep finds it again.
-        let _ = entry::remove(&id.lock_name().path_in(shm_dir), self.identity);
+    fn remove_if_dead(self, shm_dir: &Path, id: &OwnerId) -> Result<()> {
+        let Some((_held, identity)) = self.dead else { return Ok(()) };
+        let path = id.lock_name().path_in(shm_dir);
+        entry::remove(&path, identity).map(|_| ()).map_err(|errno| Error::from_errno(errno, "unlink", &path, 0))
     }
 }
 
-/// Whether a segment has no sender any more and is old. A sender has its lock file before its first segment and removes
-/// it when it closes, so a lock file that is not there now is not there any more.
-fn is_orphan(shm_dir: &Path, id: &OwnerId, segment: &Stat, grace: Duration) -> bool {
-    let lock_path = id.lock_name().path_in(shm_dir);
+/// Its bytes when it was left behind and is gone now.
+fn remove_segment(path: &Path, lock: Option<&Lock>, orphan_grace: Duration) -> Result<Option<u64>> {
+    let Some(found) = regular(path)?.filter(|found| is_ours(found.st_uid)) else { return Ok(None) };
+    let is_left_behind = match lock.filter(|lock| lock.uid == found.st_uid) {
+        Some(lock) => lock.dead.is_some(),
+        None => is_old(&found, orphan_grace),
+    };
+    if !is_left_behind {
+        return Ok(None);
+    }
+    let Some((_open, identity)) = open(path, &found)? else { return Ok(None) };
+    let is_removed = entry::remove(path, identity).map_err(|errno| Error::from_errno(errno, "unlink", path, 0))?;
+    Ok(is_removed.then(|| u64::try_from(found.st_size).unwrap_or(0)))
+}
+
+fn is_old(segment: &Stat, grace: Duration) -> bool {
     let seconds = u64::try_from(segment.st_mtime).unwrap_or(0);
     let nanoseconds = u32::try_from(segment.st_mtime_nsec).unwrap_or(0);
     let written = UNIX_EPOCH + Duration::new(seconds, nanoseconds);
-    let is_old = SystemTime::now().duration_since(written).is_ok_and(|age| age >= grace);
-    is_old && rustix::fs::lstat(&lock_path).err() == Some(Errno::NOENT)
+    SystemTime::now().duration_since(written).is_ok_and(|age| age >= grace)
 }
 
-fn open_regular(path: &Path) -> Option<(OwnedFd, Stat)> {
+fn is_ours(uid: u32) -> bool {
+    let euid = rustix::process::geteuid();
+    euid.is_root() || euid.as_raw() == uid
+}
+
+/// What a regular file is; None for anything else, and when there is nothing.
+fn regular(path: &Path) -> Result<Option<Stat>> {
+    match rustix::fs::lstat(path) {
+        Ok(found) => Ok(entry::unusual_kind(&found).is_none().then_some(found)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(Error::from_errno(errno, "lstat", path, 0)),
+    }
+}
+
+/// Opens the file that was found here, so that its inode number is given to no other file meanwhile. None when it has
+/// gone.
+fn open(path: &Path, found: &Stat) -> Result<Option<(OwnedFd, Identity)>> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let open = rustix::fs::open(path, flags, Mode::empty()).ok()?;
-    let found = rustix::fs::fstat(&open).ok()?;
-    entry::unusual_kind(&found).is_none().then_some((open, found))
+    let failed = |operation| move |errno| Error::from_errno(errno, operation, path, 0);
+    let open = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(open) => open,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(errno) => return Err(failed("open")(errno)),
+    };
+    let identity = Identity::of(&rustix::fs::fstat(&open).map_err(failed("fstat"))?);
+    Ok((identity == Identity::of(found)).then_some((open, identity)))
+}
+
+/// The senders that have files here, each with the names of its segments.
+fn list(shm_dir: &Path) -> Result<HashMap<OwnerId, Vec<String>>> {
+    let mut found: HashMap<OwnerId, Vec<String>> = HashMap::new();
+    for name in file_names(shm_dir)? {
+        if let Some(id) = OwnerId::of_lock(&name) {
+            found.entry(id).or_default();
+        } else if let Some(id) = OwnerId::of_segment(&name) {
+            found.entry(id).or_default().push(name);
+        }
+    }
+    Ok(found)
 }
 
 fn file_names(shm_dir: &Path) -> Result<Vec<String>> {

@@ -221,13 +221,14 @@ class SegmentOwner:
     def forget(self) -> None:
         """Close the descriptor and remove nothing: for a child after ``os.fork``. May be called again."""
 
-def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> tuple[list[str], int]:
-    """Remove segments of senders that are gone; the names removed and the sum of their bytes.
+def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> tuple[list[str], int, list[str]]:
+    """Remove segments of senders that are gone; the names removed, the sum of their bytes, and what failed, in words.
 
     The segments of a sender that died go at once, and its lock file with them (which is not counted). A segment whose
     sender closed properly, and that was not consumed, goes when it was last written at least ``orphan_grace_s`` seconds
-    ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none that we may not
-    open. Only the lock tells who is alive, never a process id. Several sweeps may run at once.
+    ago (infinity: never). Nothing else is touched: no other names, no file that is not regular, none of other users
+    unless we are root. Only the lock tells who is alive, never a process id, and only for segments of its own user.
+    Several sweeps may run at once; each holds two descriptors at most.
 
     Raises :class:`SegmentNotFoundError`, :class:`SegmentPermissionError` or
     :class:`SegmentError` when ``shm_dir`` cannot be listed, and

@@ -66,20 +66,29 @@ impl PySegmentOwner {
     }
 }
 
-/// Removes segments of senders that are gone: (names removed, their bytes).
+/// Removes segments of senders that are gone: (names removed, their bytes, why what should have gone is still there).
 ///
 /// A sender that died goes at once, with its lock file; a segment whose sender closed properly goes when it was last
-/// written at least orphan_grace_s seconds ago. Nothing else is touched. Several sweeps may run at once.
+/// written at least orphan_grace_s seconds ago. Nothing else is touched, and nothing of other users unless we are root.
+/// A lock file counts for segments of its own user. Several sweeps may run at once; each holds two descriptors at most.
 /// SegmentNotFoundError, SegmentPermissionError or SegmentError when shm_dir cannot be listed, ConfigError for a bad
 /// number of seconds.
 #[pyfunction]
 #[pyo3(signature = (shm_dir, *, orphan_grace_s = 60.0))]
-pub(super) fn sweep(py: Python<'_>, shm_dir: PathBuf, orphan_grace_s: f64) -> PyResult<(Vec<String>, u64)> {
+pub(super) fn sweep(
+    py: Python<'_>,
+    shm_dir: PathBuf,
+    orphan_grace_s: f64,
+) -> PyResult<(Vec<String>, u64, Vec<String>)> {
     let grace = if orphan_grace_s == f64::INFINITY {
         Duration::MAX
     } else {
         Duration::try_from_secs_f64(orphan_grace_s).map_err(|_| Error::Grace { given: orphan_grace_s.to_string() })?
     };
     let swept = py.detach(|| sweeping::sweep(&shm_dir, grace))?;
-    Ok((swept.names, swept.nbytes))
+    let failures = swept.failures.iter().map(|error| match error.os() {
+        Some((_, path)) => format!("{}: {error}", path.display()),
+        None => error.to_string(),
+    });
+    Ok((swept.names, swept.nbytes, failures.collect()))
 }

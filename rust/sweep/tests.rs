@@ -50,9 +50,9 @@ fn a_closed_senders_segments_go_when_they_are_old() {
     assert_eq!(sweep(shm.path(), Duration::from_secs(3600)), Ok(Swept::default()));
     assert_eq!(sweep(shm.path(), NEVER), Ok(Swept::default()));
     let swept = sweep(shm.path(), Duration::from_secs(60)).unwrap();
-    assert_eq!(swept, Swept { names: vec![names[0].clone()], nbytes: 7 });
+    assert_eq!(swept, Swept { names: vec![names[0].clone()], nbytes: 7, failures: Vec::new() });
     let swept = sweep(shm.path(), AT_ONCE).unwrap();
-    assert_eq!(swept, Swept { names: vec![names[1].clone()], nbytes: 7 });
+    assert_eq!(swept, Swept { names: vec![names[1].clone()], nbytes: 7, failures: Vec::new() });
 }
 
 #[test]

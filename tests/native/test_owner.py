@@ -114,7 +114,7 @@ def test_forgetting_leaves_the_lock_file_for_a_sweep(shm_dir: pathlib.Path) -> N
     with pytest.raises(ClosedError):
         owner.next_name()
     assert listing(shm_dir) == {f"mmcopy-{owner.instance_id}.lock"}
-    assert _native.sweep(shm_dir) == ([], 0)
+    assert _native.sweep(shm_dir) == ([], 0, [])
     assert listing(shm_dir) == set()
 
 
@@ -131,14 +131,14 @@ def test_a_missing_directory_is_an_error(tmp_path: pathlib.Path) -> None:
 def test_a_killed_senders_segments_go_and_a_live_ones_stay(shm_dir: pathlib.Path, senders: list[Sender]) -> None:
     senders += [Sender(shm_dir, 5), Sender(shm_dir, 3)]
     live, dead = (sender.wait_until_ready() for sender in senders)
-    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0)
+    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0, [])
     dead.kill()
     assert listing(shm_dir) == live.names | dead.names | {live.lock_name, dead.lock_name}
-    names, nbytes = _native.sweep(shm_dir)
+    names, nbytes, _ = _native.sweep(shm_dir)
     assert (set(names), len(names), nbytes) == (dead.names, 3, 300)
     assert listing(shm_dir) == live.names | {live.lock_name}
     live.kill()
-    names, nbytes = _native.sweep(shm_dir)
+    names, nbytes, _ = _native.sweep(shm_dir)
     assert (set(names), nbytes) == (live.names, 500)
 
 
@@ -147,12 +147,12 @@ def test_a_closed_senders_segments_wait_for_their_consumers(shm_dir: pathlib.Pat
     sender = senders[0].wait_until_ready()
     sender.close()
     assert listing(shm_dir) == sender.names
-    assert _native.sweep(shm_dir) == ([], 0)
-    assert _native.sweep(shm_dir, orphan_grace_s=float("inf")) == ([], 0)
+    assert _native.sweep(shm_dir) == ([], 0, [])
+    assert _native.sweep(shm_dir, orphan_grace_s=float("inf")) == ([], 0, [])
     old = sorted(sender.names)[0]
     os.utime(shm_dir / old, (0, (shm_dir / old).stat().st_mtime - 61))
-    assert _native.sweep(shm_dir) == ([old], 100)
-    assert _native.sweep(shm_dir, orphan_grace_s=0.0) == ([sorted(sender.names)[1]], 100)
+    assert _native.sweep(shm_dir) == ([old], 100, [])
+    assert _native.sweep(shm_dir, orphan_grace_s=0.0) == ([sorted(sender.names)[1]], 100, [])
 
 
 @pytest.mark.parametrize("orphan_grace_s", [-1.0, float("nan"), float("-inf"), 1e300])
@@ -176,7 +176,7 @@ def test_liveness_is_seen_through_a_pid_namespace(shm_dir: pathlib.Path, senders
     # Its pid is 1 in there, and somebody else's out here.
     senders.append(Sender(shm_dir, 2, prefix=("unshare", "--pid", "--fork", "--kill-child")))
     sender = senders[0].wait_until_ready()
-    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0)
+    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0, [])
     assert listing(shm_dir) == sender.names | {sender.lock_name}
     sender.kill()
     deadline_s = 20
@@ -198,7 +198,7 @@ def test_what_is_not_ours_stays(shm_dir: pathlib.Path) -> None:
     (shm_dir / "mmcopy-0123456789abcdef.lock").symlink_to("torch_1_2")
     os.mkfifo(shm_dir / "mmcopy-0123456789abcdef-3")
     before = listing(shm_dir)
-    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0)
+    assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0, [])
     assert listing(shm_dir) == before
     for path in shm_dir.iterdir():
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -223,7 +223,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7, status
 assert sorted(os.listdir(shm_dir)) == sorted([name, f"mmcopy-{owner.instance_id}.lock"]), os.listdir(shm_dir)
-assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0), "the parent is alive"
+assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0, []), "the parent is alive"
 assert owner.next_name().endswith("-1")
 assert _native.unlink_segment(shm_dir, name)
 owner.close()
@@ -265,7 +265,7 @@ def test_a_child_that_forgot_does_not_keep_its_parent_alive(shm_dir: pathlib.Pat
     assert process.stdout.read() == "ready\n"
     assert process.wait(timeout=30) == -signal.SIGKILL
     # The child is still there: it ends when this end of its input closes.
-    names, nbytes = _native.sweep(shm_dir)
+    names, nbytes, _ = _native.sweep(shm_dir)
     assert (len(names), nbytes) == (1, 1)
     process.stdin.close()
     process.stdout.close()

@@ -124,7 +124,7 @@ class SegmentWriter:
             if self.closed_because is not None:
                 raise ClosedError(self.closed_because)
             if self._owner is None:
-                names, _ = sweep(self._shm_dir)
+                names, _, _ = sweep(self._shm_dir)
                 if names:
                     self._metrics.count(Counter.SEGMENTS_REMOVED, "swept", len(names))
                     _log.info("unlinked %d segments of senders that have died", len(names))

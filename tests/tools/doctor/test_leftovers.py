@@ -65,7 +65,7 @@ def test_the_segments_of_a_killed_sender_are_left_over_at_once(
     assert "3 of them, 30 B, are left over" in ours.found
     assert smg.status is Status.GOOD
     assert sorted(folder.iterdir()) == before, "the doctor only looks"
-    removed, nbytes = _native.sweep(str(folder))
+    removed, nbytes, _ = _native.sweep(str(folder))
     assert (len(removed), nbytes) == (3, 30), "what is told as left over is what a sweep removes"
 
 
@@ -93,6 +93,17 @@ def test_segments_of_smg_count_by_age_and_other_files_not_at_all(folder: pathlib
     assert find(str(folder), now=time.time()) == (Found(), Found(2, 150, 1, 50))
     line = lines(str(folder))
     assert "-mmin +1 -delete" in list(line)[1].advice
+
+
+@pytest.mark.root
+def test_a_lock_file_of_another_user_says_nothing(folder: pathlib.Path) -> None:
+    (folder / "mmcopy-0123456789abcdef-1").write_bytes(b"1")
+    lock = folder / "mmcopy-0123456789abcdef.lock"
+    lock.touch()
+    assert find(str(folder), now=time.time())[0] == Found(1, 1, 1, 1)
+    os.chown(lock, 65534, 65534)
+    assert find(str(folder), now=time.time())[0] == Found(1, 1, 0, 0)
+    assert find(str(folder), now=time.time() + OLD_S + 1)[0] == Found(1, 1, 1, 1)
 
 
 def test_a_fifo_in_place_of_a_lock_blocks_nothing(folder: pathlib.Path) -> None:

@@ -61,7 +61,7 @@ def find(shm_dir: str, *, now: float) -> tuple[Found, Found]:
     """
     ours: list[tuple[os.stat_result, bool]] = []
     smg: list[tuple[os.stat_result, bool]] = []
-    alive: dict[str, bool | None] = {}
+    alive: dict[tuple[str, int], bool | None] = {}
     try:
         paths = list(Path(shm_dir).iterdir())
     except OSError:  # the line "shm mount" reports it
@@ -80,11 +80,11 @@ def find(shm_dir: str, *, now: float) -> tuple[Found, Found]:
         if sender is None:
             smg.append((status, old))
             continue
-        instance = sender[1]
-        if instance not in alive:
-            alive[instance] = _holds_lock(path.with_name(f"mmcopy-{instance}.lock"))
+        whose = sender[1], status.st_uid
+        if whose not in alive:
+            alive[whose] = _holds_lock(path.with_name(f"mmcopy-{whose[0]}.lock"), status.st_uid)
         # No lock file: the sender closed properly, and the consumer still has its minute.
-        ours.append((status, alive[instance] is False or (alive[instance] is None and old)))
+        ours.append((status, alive[whose] is False or (alive[whose] is None and old)))
     return _sum(ours), _sum(smg)
 
 
@@ -99,12 +99,14 @@ def _sum(files: Iterable[tuple[os.stat_result, bool]]) -> Found:
     )
 
 
-def _holds_lock(path: Path) -> bool | None:
-    """Whether some process holds the lock of the file ``path``; None when the file is not there.
+def _holds_lock(path: Path, uid: int) -> bool | None:
+    """Whether some process holds the lock of the file ``path``; None when the user ``uid`` has no such file.
 
-    A file that cannot be opened, such as another user's, counts as held.
+    A file that cannot be opened counts as held.
     """
     try:
+        if path.lstat().st_uid != uid:
+            return None
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
