@@ -371,6 +371,14 @@ impl Error {
             _ => None,
         }
     }
+
+    /// The message, behind the path of the file that it is about.
+    pub fn with_path(&self) -> String {
+        match self.os() {
+            Some((_, path)) => format!("{}: {self}", path.display()),
+            None => self.to_string(),
+        }
+    }
 }
 
 /// The system's words for an errno, without the "(os error 2)" that the standard library adds.

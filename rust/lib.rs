@@ -41,6 +41,7 @@ pub mod reaper;
 pub mod segment;
 pub mod streaming;
 pub mod sweep;
+pub mod sweeper;
 pub mod transfer;
 pub mod workers;
 

@@ -70,11 +70,11 @@ def names(shm_dir: pathlib.Path) -> list[str]:
 def test_the_next_sender_removes_what_a_killed_one_left(shm_dir: pathlib.Path) -> None:
     for _ in range(2):
         finish(publisher(shm_dir, 50), kill=True)
-    assert len(names(shm_dir)) >= 51  # the second publisher has swept the first one's already
+    assert len(names(shm_dir)) >= 51  # the second publisher has swept the first one's, too
     with Sender(SHM, shm_dir=shm_dir) as sender:
+        assert settle(lambda: names(shm_dir) == [])
         sender.cancel(sender.send(b"a"))
-        assert sender.metrics.get(Counter.SEGMENTS_REMOVED, "swept") == 50
-        assert [name for name in names(shm_dir) if not name.endswith(".lock")] == []
+        assert sender.metrics.get(Counter.SEGMENTS_REMOVED, "swept") in (50, 100)
 
 
 def test_a_living_sender_keeps_its_segments(shm_dir: pathlib.Path) -> None:
@@ -85,8 +85,8 @@ def test_a_living_sender_keeps_its_segments(shm_dir: pathlib.Path) -> None:
         assert sender.metrics.get(Counter.SEGMENTS_REMOVED, "swept") == 0
     assert names(shm_dir) == theirs
     assert finish(process, kill=True) == ""
-    with Sender(SHM, shm_dir=shm_dir) as sender:
-        sender.cancel(sender.send(b"a"))
+    with Sender(SHM, shm_dir=shm_dir):
+        assert settle(lambda: names(shm_dir) == [])
 
 
 def test_two_senders_at_once_never_share_a_name(shm_dir: pathlib.Path) -> None:

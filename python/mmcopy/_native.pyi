@@ -33,6 +33,7 @@ __all__ = [
     "Segment",
     "SegmentOwner",
     "SenderLink",
+    "Sweeper",
     "WorkerEndpoint",
     "__version__",
     "available_cores",
@@ -234,6 +235,18 @@ def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> t
     :class:`SegmentError` when ``shm_dir`` cannot be listed, and
     :class:`ConfigError` for a number of seconds that is negative or NaN.
     """
+
+@final
+class Sweeper:
+    """Sweeps ``shm_dir`` now and then, each time on a thread that ends with it, so that nothing waits for it."""
+
+    def __new__(cls, shm_dir: str | os.PathLike[str], *, every_s: float = 60.0) -> Self: ...
+    def sweep_if_due(self) -> tuple[int, int, int, str] | None:
+        """Start a :func:`sweep` when one is due: the first at once, each further one ``every_s`` later. Never blocks.
+
+        Returns what sweeps that have ended did since the last call: segments removed, their bytes, failures, and the
+        last of those in words; None for nothing. Does nothing in a forked child.
+        """
 
 def copy_into(src: Buffer, dst: Buffer, *, num_threads: int = 1) -> None:
     """Copy ``src`` to ``dst``, which has the same number of bytes.

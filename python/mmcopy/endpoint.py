@@ -61,8 +61,9 @@ class WorkerEndpoint:
     no other user may write to it. Every user is checked as the kernel reports it.
 
     A probe opens segments in ``shm_dir`` whose names begin with one of ``accept_prefixes``, by the rules by which a
-    receiver opens them. At most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that
-    connects has ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
+    receiver opens them. What senders that are gone left in ``shm_dir`` is removed at the start and now and then. At
+    most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that connects has
+    ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
 
     Creating it does not block for peers. It raises :class:`EndpointError` (also for a path
     longer than a unix socket takes) and
@@ -112,7 +113,8 @@ class WorkerEndpoint:
         return self._native.closed
 
     def statistics(self) -> dict[str, int | str]:
-        """What has happened: links, accepted, refused_users, faults, last_fault, swept."""
+        """What has happened: links, accepted, refused_users, faults, last_fault, swept (sockets of dead workers), and
+        what senders that are gone left in ``shm_dir``: segments_swept, sweep_failures, last_sweep_failure."""
         return self._native.statistics()
 
     def close(self, *, timeout_s: float = 10.0) -> None:

@@ -19,6 +19,7 @@ use super::socket::{Deadline, poll};
 use crate::arena::Map;
 use crate::entry::Identity;
 use crate::fork::{Descriptor, Process};
+use crate::sweeper::{self, Found, Sweeper};
 use crate::{Error, Result, owner};
 
 /// How long accepting rests when the process has no descriptor left for a connection.
@@ -58,6 +59,8 @@ pub struct Statistics {
     pub last_fault: String,
     /// Sockets of dead workers that were removed at the start.
     pub swept: usize,
+    /// What senders that are gone left in shared memory.
+    pub leftovers: Found,
 }
 
 /// A worker's socket and its thread. Dropping it closes it.
@@ -79,6 +82,7 @@ struct Shared {
     is_closing: AtomicBool,
     max_links: usize,
     hello_limit: Duration,
+    sweeper: Sweeper,
     statistics: Mutex<Statistics>,
     has_ended: Mutex<bool>,
     ended: Condvar,
@@ -102,6 +106,7 @@ impl WorkerEndpoint {
         let wake = Arc::new(Descriptor::new(wake.map_err(failed("eventfd"))?));
         let (listener, identity) = directory::listen(&path, is_for_others)?;
         let listener = Descriptor::new(listener);
+        let sweeper = Sweeper::new(options.shm_dir.clone(), sweeper::EVERY);
         let shared = Arc::new(Shared {
             config: ServerConfig {
                 instance,
@@ -113,6 +118,7 @@ impl WorkerEndpoint {
             is_closing: AtomicBool::new(false),
             max_links: options.max_links,
             hello_limit: options.hello_limit,
+            sweeper,
             statistics: Mutex::new(Statistics { swept, ..Statistics::default() }),
             has_ended: Mutex::new(false),
             ended: Condvar::new(),
@@ -164,7 +170,11 @@ impl WorkerEndpoint {
     /// What has happened so far.
     pub fn statistics(&self) -> Result<Statistics> {
         self.check_process()?;
-        Ok(self.shared.statistics().clone())
+        let mut statistics = self.shared.statistics();
+        if let Some(found) = self.shared.sweeper.take() {
+            statistics.leftovers.add(found);
+        }
+        Ok(statistics.clone())
     }
 
     /// Whether it was closed, or belongs to the process that this one was forked from.
@@ -237,6 +247,7 @@ impl Shared {
         let mut peers: Vec<Peer> = Vec::new();
         let mut rest_until: Option<Instant> = None;
         while !self.is_closing.load(Ordering::Relaxed) {
+            self.sweeper.sweep_if_due();
             let is_accepting = rest_until.is_none_or(|until| Instant::now() >= until);
             let ready = self.wait([wake, listener], &peers, if is_accepting { None } else { rest_until });
             let mut number = 0;
@@ -259,7 +270,7 @@ impl Shared {
         polled.extend(peers.iter().map(|peer| PollFd::new(&peer.socket, PollFlags::IN)));
         let hellos = peers.iter().filter_map(Peer::hello_by).map(Deadline::left);
         let rest = rest_until.map(|until| until.saturating_duration_since(Instant::now()));
-        match poll(&mut polled, hellos.chain(rest).min()) {
+        match poll(&mut polled, hellos.chain(rest).chain([self.sweeper.due_in()]).min()) {
             Ok(_) => polled[2..].iter().map(PollFd::revents).collect(),
             Err(Errno::INTR) => Vec::new(),
             // No memory, or a bug; not at full speed.

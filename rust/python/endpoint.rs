@@ -58,7 +58,8 @@ impl PyWorkerEndpoint {
         self.endpoint.is_closed()
     }
 
-    /// What has happened: links, accepted, refused_users, faults, last_fault, swept. ClosedError in a forked child.
+    /// What has happened: links, accepted, refused_users, faults, last_fault, swept (sockets), and what senders that are gone
+    /// left in shm_dir: segments_swept, sweep_failures, last_sweep_failure. ClosedError in a forked child.
     fn statistics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let found = self.endpoint.statistics()?;
         let all = PyDict::new(py);
@@ -68,6 +69,9 @@ impl PyWorkerEndpoint {
         all.set_item("faults", found.faults)?;
         all.set_item("last_fault", found.last_fault)?;
         all.set_item("swept", found.swept)?;
+        all.set_item("segments_swept", found.leftovers.segments)?;
+        all.set_item("sweep_failures", found.leftovers.failures)?;
+        all.set_item("last_sweep_failure", found.leftovers.last_failure)?;
         Ok(all)
     }
 

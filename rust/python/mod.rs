@@ -54,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use super::machine::{available_cores, memory_budget};
     #[pymodule_export]
-    use super::owner::{PySegmentOwner, sweep};
+    use super::owner::{PySegmentOwner, PySweeper, sweep};
     #[pymodule_export]
     use super::pool::{PyCopyJob, PyCopyPool};
     #[pymodule_export]

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
+use super::arguments::Limit;
 use crate::owner::Owner;
-use crate::{Error, sweep as sweeping};
+use crate::{Error, sweep as sweeping, sweeper};
 
 /// A sender's identity on this host: a lock file in shm_dir that is locked as long as this process lives, and names
 /// that no other sender has.
@@ -86,9 +87,32 @@ pub(super) fn sweep(
         Duration::try_from_secs_f64(orphan_grace_s).map_err(|_| Error::Grace { given: orphan_grace_s.to_string() })?
     };
     let swept = py.detach(|| sweeping::sweep(&shm_dir, grace))?;
-    let failures = swept.failures.iter().map(|error| match error.os() {
-        Some((_, path)) => format!("{}: {error}", path.display()),
-        None => error.to_string(),
-    });
-    Ok((swept.names, swept.nbytes, failures.collect()))
+    Ok((swept.names, swept.nbytes, swept.failures.iter().map(Error::with_path).collect()))
+}
+
+/// Sweeps a directory now and then, each time on a thread that ends with it, so that nothing waits for it.
+#[pyclass(frozen, name = "Sweeper", module = "mmcopy._native")]
+pub(super) struct PySweeper {
+    sweeper: sweeper::Sweeper,
+}
+
+#[pymethods]
+impl PySweeper {
+    #[new]
+    #[pyo3(
+        signature = (shm_dir, *, every_s = Limit(sweeper::EVERY)),
+        text_signature = "(shm_dir, *, every_s=60.0)"
+    )]
+    fn new(shm_dir: PathBuf, every_s: Limit) -> Self {
+        Self { sweeper: sweeper::Sweeper::new(shm_dir, every_s.0) }
+    }
+
+    /// Starts a sweep when one is due: the first at once, each further one every_s later. Never blocks.
+    ///
+    /// What sweeps that have ended did since the last call: (segments removed, their bytes, failures, the last of those in
+    /// words), or None for nothing. Does nothing in a forked child.
+    fn sweep_if_due(&self) -> Option<(u64, u64, u64, String)> {
+        self.sweeper.sweep_if_due();
+        self.sweeper.take().map(|found| (found.segments, found.nbytes, found.failures, found.last_failure))
+    }
 }

@@ -37,7 +37,7 @@ class Counter(enum.StrEnum):
     PROBES = "proofs"
     """By outcome: how often a worker was probed, whether it can read our segments: ok, failed, gone."""
     REMOVE_FAILURES = "remove_failures"
-    """By exception class: segments that were ours to remove and could not be."""
+    """By exception class: segments that were ours to remove and could not be; swept: what other senders left."""
     ARENA_HAND_OVERS = "arena_hand_overs"
     """By outcome: how often a worker was offered the arena: ok, or the error's class."""
     LEASE_FALLBACKS = "lease_fallbacks"

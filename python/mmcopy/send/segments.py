@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from mmcopy._native import SegmentOwner, sweep, unlink_segment, write_segment
+from mmcopy._native import SegmentOwner, Sweeper, unlink_segment, write_segment
 from mmcopy.arrays import FlatArray
 from mmcopy.errors import (
     ClosedError,
@@ -49,6 +49,24 @@ class SegmentWriter:
         self._lock = threading.Lock()
         self._owner: SegmentOwner | None = None
         self._is_forked = False
+        self._has_warned = False
+        self.sweeper = Sweeper(shm_dir)
+        """Removes what senders that are gone left, when that is due; every send starts it."""
+        found = self.sweeper.sweep_if_due()
+        if found is not None:
+            self.count_swept(found)
+
+    def count_swept(self, found: tuple[int, int, int, str]) -> None:
+        """Count and log what :attr:`sweeper` has found."""
+        swept, nbytes, failures, last_failure = found
+        if swept:
+            self._metrics.count(Counter.SEGMENTS_REMOVED, "swept", swept)
+            _log.info("unlinked %d segments, %d bytes, of senders that are gone", swept, nbytes)
+        if failures:
+            self._metrics.count(Counter.REMOVE_FAILURES, "swept", failures)
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            _log.log(level, "%d leftovers of other senders stay, the last: %s", failures, last_failure)
+            self._has_warned = True
 
     def write(self, flat: FlatArray, dtype: str, *, consumers: int, runtime: str) -> ShmHandle | Reason:
         """Write a segment with a name for each of ``consumers``; or the reason why that failed, counted and logged."""
@@ -119,14 +137,10 @@ class SegmentWriter:
             raise
 
     def _owned(self) -> SegmentOwner:
-        """The sender's name on the host, taken with its first segment; what dead senders left is unlinked then."""
+        """The sender's name on the host, taken with its first segment."""
         with self._lock:
             if self.closed_because is not None:
                 raise ClosedError(self.closed_because)
             if self._owner is None:
-                names, _, _ = sweep(self._shm_dir)
-                if names:
-                    self._metrics.count(Counter.SEGMENTS_REMOVED, "swept", len(names))
-                    _log.info("unlinked %d segments of senders that have died", len(names))
                 self._owner = SegmentOwner(self._shm_dir)
             return self._owner

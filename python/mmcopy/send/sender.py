@@ -88,7 +88,8 @@ class Sender:
 
     A tensor belongs to the sender until its message is handed over, then to the worker. When the request cannot be
     handed over, :meth:`cancel` takes the tensors back; :meth:`guard` does so by itself. :meth:`close` leaves
-    handed-over segments alone. If this process is killed, the next sender on the host unlinks what it left.
+    handed-over segments alone. If this process is killed, the next sender or worker of its
+    user on the host unlinks what it left, on a thread of its own when it starts and once a minute while it is used.
 
     Methods may be called from several threads. After ``fork`` the child's copy is closed and owns nothing.
 
@@ -380,6 +381,9 @@ class Sender:
 
     def _target(self, worker: Target, consumers: int, method: str) -> tuple[Delivery, int]:
         self._check_open()
+        found = self._segments.sweeper.sweep_if_due()
+        if found is not None:
+            self._segments.count_swept(found)
         if type(consumers) is not int or consumers < 1:
             consumers = parse_count(consumers, setting=f"Sender.{method} consumers")
         if isinstance(worker, WorkerSpec):

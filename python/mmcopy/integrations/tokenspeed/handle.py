@@ -8,7 +8,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mmcopy._native import Process, Segment, SegmentOwner, sweep, validate_segment_name, write_segment
+from mmcopy._native import Process, Segment, SegmentOwner, Sweeper, validate_segment_name, write_segment
 from mmcopy.arrays import flatten
 from mmcopy.config import ACCEPT_PREFIXES, check_accepted, default_num_threads
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
@@ -57,7 +57,9 @@ class ShmTensorHandle:
         Raises :class:`NoSpaceError` and the other errors of a failed write, with nothing left behind.
         """
         flat = flatten(tensor)
-        name = _owner(Process.current(), SHM_DIR).next_name()
+        owner, sweeper = _owner(Process.current(), SHM_DIR)
+        sweeper.sweep_if_due()
+        name = owner.next_name()
         write_segment(SHM_DIR, name, flat.data, num_threads=default_num_threads())
         return cls(name, flat.shape, tensor.dtype)
 
@@ -226,9 +228,8 @@ class ShmTensorHandle:
 
 
 @functools.lru_cache(maxsize=1)
-def _owner(process: Process, shm_dir: str) -> SegmentOwner:  # noqa: ARG001 - a forked process needs one of its own
-    """This process's name on the host, taken with its first segment; what dead senders left is removed then."""
-    sweep(shm_dir)
+def _owner(process: Process, shm_dir: str) -> tuple[SegmentOwner, Sweeper]:  # noqa: ARG001 - a child needs its own
+    """This process's name on the host, taken with its first segment, and what removes what dead senders left."""
     owner = SegmentOwner(shm_dir)
     atexit.register(owner.close)
-    return owner
+    return owner, Sweeper(shm_dir)

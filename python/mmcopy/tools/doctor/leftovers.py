@@ -40,7 +40,7 @@ def lines(shm_dir: str) -> Iterator[Line]:
         "leftovers mmcopy",
         ours,
         what="their sender is gone",
-        advice="nothing to do: the next mmcopy sender on this machine removes them with its first segment",
+        advice="nothing to do: the next mmcopy sender or worker of their user that starts on this machine removes them",
     )
     yield judge(
         "leftovers SMG",
