@@ -364,7 +364,7 @@ def test_a_stream_of_steps_is_followed(sender: Sender, receiver: Receiver, worke
 def test_without_writes_by_the_stream_an_event_gives_leases_back(
     torch: Any, sender: Sender, receiver: Receiver, worker: WorkerSpec
 ) -> None:
-    destination(receiver).copy_stream.write_value = None
+    destination(receiver).copy_stream.writes_words = False
     hold(torch, copy_stream_of(receiver), 200)
     tensor = receiver.receive(sender.send(random_bytes(MIB, 1), worker=worker))
     time.sleep(0.05)

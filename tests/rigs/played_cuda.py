@@ -47,14 +47,6 @@ class PlayedRuntime(PlayedStream):
         self.copies.append(nbytes)
         self.queue(lambda: ctypes.memmove(dst, src, nbytes))
 
-    def write_value(self, stream: int, address: int, value: int, flags: int) -> int:
-        """libcuda's cuStreamWriteValue32."""
-        assert (stream, flags) == (COPY_STREAM, 0)
-        if self.refuses_words:
-            return 801
-        self.queue(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
-        return 0
-
     def getDevice(self) -> int:
         return 0
 
@@ -114,6 +106,13 @@ class PlayedDriver:
             self._runtime.queue_copy(*copy)
         return (0,)
 
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[int]:
+        assert (stream, flags) == (COPY_STREAM, 0)
+        if self._runtime.refuses_words:
+            return (801,)
+        self._runtime.queue(lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
+        return (0,)
+
 
 class PlayedTorch:
     """torch, whose device "cuda" is the host. What it allocates stays: where CUDA's allocator would wait for the stream
@@ -148,7 +147,6 @@ def played_cuda(torch: Any, *, has_driver: bool) -> CudaInterfaces:
         torch=PlayedTorch(torch),
         runtime=runtime,
         driver=PlayedDriver(runtime) if has_driver else None,
-        write_value=runtime.write_value if has_driver else None,
         current_stream=lambda _: CALLERS_STREAM,
         pin=lambda nbytes: np.zeros(nbytes, np.uint8),
     )
