@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmcopy.arrays import flatten
 from mmcopy.errors import ArrayTypeError, DtypeError
@@ -137,3 +138,65 @@ class OnlyDlpack:
 def test_what_is_no_array(bad: object, error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         flatten(bad)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(1 << 10)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found", "wanted"),
+    [
+        (freed(), 0, 4096),
+        (torch.nn.Parameter(freed()), 0, 4096),
+        (cut(torch.ones(1000)[500:], 1024), 1024, 4000),
+        (cut(torch.ones(10, 10).T, 396), 396, 400),
+        (cut(torch.ones(1, 10).expand(5, 10), 39), 39, 40),
+        (cut(torch.ones(4, 10)[:, ::3], 156), 156, 160),
+        (cut(torch.ones((), dtype=torch.bfloat16), 1), 1, 2),
+        (cut(torch.view_as_complex(torch.ones(3, 2)).conj().imag, 20), 20, 24),
+    ],
+    ids=["freed", "parameter", "offset", "transposed", "expanded", "strided", "0-d", "negated"],
+)
+def test_a_storage_that_is_too_short_is_refused(tensor: torch.Tensor, found: int, wanted: int) -> None:
+    """Its memory is another's by now, or past the end of the mapping."""
+    with pytest.raises(ArrayTypeError, match=f"storage has {found} bytes, its elements are in the first {wanted} "):
+        flatten(tensor)
+
+
+def test_a_storage_of_the_exact_length_and_one_under_an_empty_tensor_are_sent() -> None:
+    short = cut(torch.arange(10, dtype=torch.int32)[2:5], 20)
+    check(short, "int32", (3,), np.arange(2, 5, dtype=np.int32).tobytes())
+    check(cut(torch.ones(10, 10).T[:, 9:], 400), "float32", (10, 1), np.ones(10, np.float32).tobytes())
+    check(cut(torch.ones(3, 5)[:0], 0), "float32", (0, 5), b"")
+
+
+class Wrapper(torch.Tensor):
+    """Another tensor's values, and no memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_args: Any, **_options: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_tensors_without_memory_of_their_own_are_refused() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    with pytest.raises(ArrayTypeError, match="FakeTensor has no memory of its own: 16 bytes"):
+        flatten(fake)
+    with pytest.raises(ArrayTypeError, match="Wrapper has no memory of its own"):
+        flatten(torch.Tensor._make_wrapper_subclass(Wrapper, (3,), dtype=torch.float32, device="cpu"))
+
+    def refused(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ArrayTypeError, match="Tensor has no memory of its own"):
+            flatten(tensor)
+        return tensor
+
+    torch.func.vmap(refused)(torch.ones(3, 2))

@@ -38,8 +38,9 @@ class FlatArray:
 def flatten(array: object) -> FlatArray:
     """The bytes of ``array`` in C order; strides of any kind, 0-d, empty and read-only arrays included.
 
-    Raises :class:`ArrayTypeError` for an object that is not an array or not in host memory, and :class:`DtypeError` for
-    elements outside ``DTYPES`` (objects, structures, complex numbers).
+    Raises :class:`ArrayTypeError` for an object that is not an array or not in host memory, and for a torch tensor
+    whose storage was freed or is too short; :class:`DtypeError` for elements outside ``DTYPES`` (objects, structures,
+    complex numbers).
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -86,14 +87,42 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 def _flatten_torch(torch: Any, tensor: Any) -> FlatArray:
     if tensor.device.type != "cpu":
         raise ArrayTypeError(f"the tensor is on {tensor.device}; the sending side takes tensors in host memory")
-    if tensor.layout is not torch.strided:
-        raise ArrayTypeError(f"the tensor has layout {tensor.layout}, want torch.strided")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        found = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ArrayTypeError(f"the tensor has layout {found}, want torch.strided")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise DtypeError(f"{tensor.dtype} cannot be sent; known: {', '.join(DTYPES)}")
+    _check_storage(tensor)
     # A lazy negation is a view whose storage holds the other sign.
     flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
     return FlatArray(name, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+
+def _check_storage(tensor: Any) -> None:
+    """Raises :class:`ArrayTypeError` unless the storage has all elements: it can be freed or resized under a tensor,
+    which keeps its shape."""
+    if tensor.numel() == 0:
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    wanted = (last + 1) * tensor.element_size()
+    try:
+        storage = tensor.untyped_storage()
+        found = storage.nbytes()
+        # A fake tensor says cpu and has a storage on meta.
+        has_memory = storage.device.type == "cpu" and (found == 0 or storage.data_ptr() != 0)
+    except RuntimeError as error:  # torch.func's tensors, and those that wrap others
+        raise ArrayTypeError(f"the {type(tensor).__name__} has no memory of its own: {error}") from error
+    if not has_memory:
+        raise ArrayTypeError(f"the {type(tensor).__name__} has no memory of its own: {wanted} bytes are missing")
+    if found < wanted:
+        raise ArrayTypeError(
+            f"the tensor's storage has {found} bytes, its elements are in the first {wanted} (shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride())}, offset {tensor.storage_offset()}): "
+            "it was freed or resized"
+        )
 
 
 def _flatten_dlpack(torch: Any, array: Any) -> FlatArray:
