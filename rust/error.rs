@@ -227,7 +227,7 @@ pub enum Error {
         piece: usize,
         /// Its chunk.
         chunk: usize,
-        /// "source" or "slot".
+        /// "source", "slot", "item" or "base".
         kind: &'static str,
         /// Which one.
         index: u64,
@@ -245,7 +245,7 @@ pub enum Error {
         piece: usize,
         /// Its chunk.
         chunk: u64,
-        /// "source" or "slot".
+        /// "source", "slot", "item" or "base".
         kind: &'static str,
         /// Which one.
         index: u64,
@@ -294,6 +294,37 @@ pub enum Error {
         /// The chunk.
         chunk: usize,
     },
+    /// The caller gave a wait up.
+    #[error("{what} was interrupted after {waited:?}")]
+    Interrupted {
+        /// What was waited for.
+        what: String,
+        /// How long.
+        waited: std::time::Duration,
+    },
+    /// A segment whose name is not accepted.
+    #[error("segment {name:?} is refused: accepted names begin with {prefixes}")]
+    NotAccepted {
+        /// Its name.
+        name: String,
+        /// Comma-separated.
+        prefixes: String,
+    },
+    /// Two items of one request name the same segment.
+    #[error("segment {name:?} is named twice in one request")]
+    NamedTwice {
+        /// Its name.
+        name: String,
+    },
+    /// A lease is wanted, and the item is not one.
+    #[error("item {index} is not a lease")]
+    NotALease {
+        /// Which open item.
+        index: usize,
+    },
+    /// Bytes in the message are wanted, and the item names shared memory.
+    #[error("an item of a part must be in the message or open already")]
+    NotInline,
     /// The code that copied a chunk panicked.
     #[error("copying chunk {chunk} ended in a panic")]
     Panicked {

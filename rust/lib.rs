@@ -23,7 +23,7 @@
 //!   chunk end. Memory that a job was given outlives it.
 //!
 //! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls), `streaming` (stores past the cache), `fork`
-//! (the handler in a child, and a page that is empty there), `endpoint::credentials` (one socket option), `arena::mapping` (M1) and the conversion of a Python buffer into memory and back;
+//! (the handler in a child, and a page that is empty there), `endpoint::credentials` (one socket option), `arena::mapping` (M1), `request` (M5) and the conversion of a Python buffer into memory and back;
 //! it is denied everywhere else.
 
 pub mod arena;
@@ -38,6 +38,7 @@ pub mod namespace;
 pub mod owner;
 pub mod pool;
 pub mod reaper;
+pub mod request;
 pub mod segment;
 pub mod streaming;
 pub mod sweep;

@@ -12,9 +12,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, SupportsIndex, TypedDict, final, type_check_only
+from typing import Any, Final, Self, SupportsIndex, TypeAlias, TypedDict, final, type_check_only
 
 from typing_extensions import Buffer
+
+from mmcopy.errors import MmcopyError
+from mmcopy.tensors import ShmHandle, TensorData
 
 __all__ = [
     "CASTS",
@@ -24,12 +27,16 @@ __all__ = [
     "LEASE_PREFIX",
     "Arena",
     "ArenaMap",
+    "ChunkTable",
     "CopyJob",
     "CopyPool",
+    "Extents",
+    "KeptLeases",
     "Lease",
     "LeaseWriter",
     "Process",
-    "Reaper",
+    "Request",
+    "RequestOpener",
     "Segment",
     "SegmentOwner",
     "SenderLink",
@@ -269,7 +276,7 @@ def cast_into(src: Buffer, src_dtype: str, dst: Buffer, dst_dtype: str, *, num_t
 
 @final
 class CopyPool:
-    """Threads that copy from segments and memory into a ring of slots. They sleep while there is nothing to do.
+    """Threads that copy a request's items into a ring of slots. They sleep while there is nothing to do.
 
     Several jobs at once share the threads by turns, a chunk each. Several threads may use one pool. After ``os.fork``
     the child's pool and jobs raise :class:`ClosedError`. Dropping the pool closes it.
@@ -285,35 +292,23 @@ class CopyPool:
     def num_threads(self) -> int:
         """Threads that it was made with."""
 
-    def start(
-        self,
-        sources: Sequence[Segment | Buffer],
-        slots: Sequence[Buffer],
-        pieces: Sequence[tuple[int, int, int, int, int]],
-    ) -> CopyJob:
-        """Take a job on. Never blocks; nothing is copied before :meth:`CopyJob.permit`.
+    def start(self, request: Request, slots: Sequence[Buffer], table: ChunkTable) -> CopyJob:
+        """Take a job on; nothing is copied before :meth:`CopyJob.permit`. Chunk ``i`` goes into
+        ``slots[i % len(slots)]``.
 
-        A piece is ``(chunk, source, source_start, slot_start, nbytes)``: that many bytes of ``sources[source]``, from
-        ``source_start`` on (in a segment the file's offset), go to ``slot_start`` of chunk ``chunk``'s slot, which is
-        ``slots[chunk % len(slots)]``. Pieces come in the order of their chunks, which are counted from 0 without gaps.
+        Blocks, without the GIL, while the senders of staged leases are still writing them. The job keeps the slots
+        exported and the staged items open until it is over, also when the request is closed meanwhile.
 
-        The job keeps the buffers exported and the segments open until it is over, also when they are closed meanwhile.
-
-        Raises, before anything is copied, :class:`PayloadError` (a piece that does not fit),
-        :class:`SegmentSizeError` (a piece that is not inside its segment as it was opened),
-        ``BufferError`` and :class:`ClosedError` (the pool, or a segment).
+        Raises, before anything is copied, :class:`PayloadError` (a fill that does not fit),
+        :class:`SegmentSizeError` (a fill that is not inside its segment as it was opened), :class:`LeaseError`,
+        :class:`MmcopyTimeoutError` (a sender), ``BufferError`` and :class:`ClosedError` (the pool).
         """
 
-    def copy_now(
-        self,
-        sources: Sequence[Segment | Buffer],
-        slot: Buffer,
-        pieces: Sequence[tuple[int, int, int, int, int]],
-    ) -> None:
-        """Copy pieces of one chunk, number 0, into ``slot`` on the calling thread; no other thread has part in it.
+    def copy_now(self, request: Request, slot: Buffer, table: ChunkTable) -> None:
+        """Copy a table of one chunk into ``slot`` on the calling thread; no other thread has part in it.
 
         For a few hundred KiB at most: handing those over takes longer than copying them. Blocks until every byte is
-        there; sources and slot may be reused right after. Works on a closed pool.
+        there; items and slot may be reused right after. Works on a closed pool.
 
         Raises as :meth:`start` does, and the error of the copy; then the slot holds anything.
         """
@@ -336,7 +331,7 @@ class CopyJob:
     """Chunks that are being copied; made by :meth:`CopyPool.start`.
 
     It is over when all chunks are in their slots, when a :meth:`wait` raised an error of the copy, or after
-    :meth:`cancel`; from then on it touches neither sources nor slots. Its buffers and segments are released by the
+    :meth:`cancel`; from then on it touches neither sources nor slots. Its slots and items are released by the
     first :meth:`wait`, :meth:`is_done` or :meth:`cancel` that finds it over. Dropping it cancels it.
     """
 
@@ -400,30 +395,165 @@ class Process:
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+_GivenBack: TypeAlias = tuple[int, int, int, list[tuple[str, MmcopyError]]]
+"""Items that are in shared memory no more because of a call, segments unlinked, leases released, and what could not be
+given back, with the reason."""
+
 @final
-class Reaper:
-    """Closes segments on a thread of its own, so that freeing the memory of a removed one costs the caller no time.
+class RequestOpener:
+    """Opens the items of requests, and gives back what is not received. Thread-safe."""
 
-    The thread starts with the first segment and sleeps while there is none. Dropping it waits until all is closed. In a
-    forked child segments are closed by the caller.
-    """
+    def __new__(
+        cls,
+        shm_dir: str | os.PathLike[str],
+        accept_prefixes: Sequence[str],
+        endpoint: WorkerEndpoint | None,
+        *,
+        timeout_s: float,
+    ) -> Self:
+        """Segments are opened in ``shm_dir`` when their names begin with one of ``accept_prefixes``, leases when their
+        arenas came to ``endpoint``. ``timeout_s`` limits how long a request waits for senders that are still writing.
+        """
 
-    def __new__(cls) -> Self: ...
+    def request(self, items: Sequence[TensorData]) -> Request:
+        """A request with nothing open yet. Inline bytes stay exported as long as it, or a job of it, exists."""
+
+    def release(self, items: Sequence[TensorData | ShmHandle]) -> _GivenBack:
+        """Unlink the segments and release the leases that ``items`` name, unread. What cannot be opened is left
+        alone."""
+
     @property
     def pending(self) -> int:
-        """Segments handed over and not closed yet."""
-
-    def close_later(self, segments: Sequence[Segment]) -> None:
-        """Close these segments: at once for their users, soon for the system. Never blocks.
-
-        Those closed already are passed over. One that a :class:`CopyJob` reads is closed by that job's end.
-        """
+        """Segments that were closed and are not freed yet."""
 
     def join(self, timeout_s: float) -> bool:
-        """Block until all is closed and the thread has ended; False when the limit came first.
+        """Block until all that was closed is freed; False when the limit came first."""
 
-        A later :meth:`close_later` starts a thread again.
+@final
+class Request:
+    """The items of one receive, and what is open of them. Call :meth:`close` in any case."""
+
+    def open_all(self) -> None:
+        """Open every item: all segments exist and are long enough, all leases are claimed. Does not block for senders.
+
+        Raises the error of the first item that cannot be opened: a :class:`SegmentError` or :class:`LeaseError`, or
+        :class:`PayloadError` (a name that is invalid, not accepted, or there twice).
         """
+
+    def open_reachable(self) -> list[tuple[int, MmcopyError]]:
+        """Open what can be opened here; the index and the error of each item whose segment is not here or may not be
+        opened, whose arena is not mapped here, or whose lease is not for this consumer. Raises any other error.
+        Unlinks nothing."""
+
+    def open_attached(self, segments: Sequence[Segment | None]) -> list[int]:
+        """Take over open segments, one for each item that is not inline; the indices of the items without one."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each item that is open, in order."""
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """Indices, among what is open, of the leases."""
+
+    def totals(self, items: Sequence[int] | None = None) -> list[tuple[str, int, int]]:
+        """How many tensors and bytes of these items (None: of all) come by each path: (path, tensors, bytes)."""
+
+    def select(self, parts: Sequence[int | TensorData]) -> Request:
+        """A request of these alone: open items by their indices, and inline tensors. What is open stays this one's to
+        close."""
+
+    def arenas(self) -> list[ArenaMap]:
+        """The arenas of the open leases, each once."""
+
+    def leases_in(self, arenas: Sequence[ArenaMap]) -> tuple[int, ...]:
+        """Indices of the open leases of these arenas."""
+
+    def runs(
+        self, extents: Extents, addresses: Sequence[int], *, max_gap_bytes: int, part_bytes: int
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int, int]]]:
+        """The copies ``(dest, source, nbytes)`` of what is written of ``extents``, all of them leases, to bases at
+        ``addresses``; and the parts ``(item, start, nbytes, dest)`` that are still being written, for :meth:`follow`.
+
+        Copies that follow each other on both sides, with the same gap of at most ``max_gap_bytes``, are one; the gap is
+        copied, too. None reads from two parts of ``part_bytes`` of the address space.
+
+        From here on these leases stay claimed until :meth:`flags_written` or :meth:`keep`: a copy may read them. Never
+        blocks. Raises :class:`LeaseError`, and then keeps none.
+        """
+
+    def follow(
+        self, part: tuple[int, int, int, int], least: int, *, part_bytes: int
+    ) -> tuple[int, list[tuple[int, int, int]]]:
+        """Block, without the GIL, until ``least`` bytes of a part are written; how many can be copied, and the copies.
+
+        Raises :class:`LeaseError` and, at the request's limit, :class:`MmcopyTimeoutError`.
+        """
+
+    def flags(self) -> list[tuple[int, int]]:
+        """Where the 32-bit words are that end the leases which copies read, and what to write: (address, value)."""
+
+    def flags_written(self, count: int) -> None:
+        """A stream writes the first ``count`` of :meth:`flags`: nothing else releases these leases any more."""
+
+    def keep(self) -> KeptLeases:
+        """The leases that copies read and whose flags no stream writes."""
+
+    def take_lease(self, index: int) -> Lease:
+        """An open lease that is released when the result, and every buffer of it, is gone. Blocks, without the GIL,
+        until its sender has written it. Raises :class:`LeaseError`, :class:`MmcopyTimeoutError`, :class:`PayloadError`
+        (not a lease)."""
+
+    def read(self, extents: Extents, bases: Sequence[Buffer | tuple[int, int]], *, num_threads: int) -> None:
+        """Put ``extents`` into host memory, each base a writable buffer or the address and bytes of memory that stays
+        valid. Senders that are still writing are followed. Blocks until all is there, without the GIL when it is much.
+
+        Raises :class:`PayloadError` (an extent that does not fit; nothing is written), :class:`SegmentError`,
+        :class:`LeaseError`, :class:`MmcopyTimeoutError`; then the bases hold anything.
+        """
+
+    @property
+    def has_names(self) -> bool:
+        """Whether a segment still has its name."""
+
+    def unlink(self) -> _GivenBack:
+        """Remove the names of the segments, once. What is open stays readable."""
+
+    def close(self, release_rest: bool) -> _GivenBack:
+        """Unlink what still has a name, release the leases and close the segments; with ``release_rest`` also give back
+        the items that are not open. Leases that copies read stay."""
+
+@final
+class KeptLeases:
+    """Leases that copies read. Dropping this releases none."""
+
+    def __len__(self) -> int: ...
+    def release(self) -> _GivenBack:
+        """Release them: the copies have ended."""
+
+@final
+class Extents:
+    """Extents of one layout, for native calls."""
+
+    def __new__(cls, extents: Sequence[tuple[int, int, int, int, int, int]]) -> Self:
+        """Each is ``(source, base, window, source_start, dest_start, nbytes)``, as :class:`mmcopy.receive.plan.Extent`;
+        the window is not used."""
+
+    def __len__(self) -> int: ...
+
+@final
+class ChunkTable:
+    """What fills the slots of a request's chunks."""
+
+    def __new__(cls, staged: Sequence[int], fills: Sequence[tuple[int, int, int, int, int]]) -> Self:
+        """``staged`` are indices of open items. A fill is ``(chunk, source, source_start, slot_start, nbytes)``: that
+        many bytes of item ``staged[source]``, from ``source_start`` on, go to ``slot_start`` of chunk ``chunk``'s slot.
+        Fills come in the order of their chunks, which are counted from 0 without gaps.
+
+        Raises :class:`PayloadError` for numbers outside 0 to 2**64 - 1.
+        """
+
+    def __len__(self) -> int: ...
 
 @final
 class WorkerEndpoint:
@@ -734,7 +864,8 @@ class ArenaMap:
 class Lease:
     """A lease that we may read until we release it. Its buffer is the memory itself, read-only.
 
-    Dropping it does not release it, because a copy on a GPU's stream may still read; see :meth:`release_when_dropped`.
+    Dropping it does not release it, because a copy on a GPU's stream may still read; one of
+    :meth:`Request.take_lease` is released then.
     """
 
     @property
@@ -768,9 +899,6 @@ class Lease:
 
     def release(self) -> bool:
         """Tell the sender that our reads are over. False when that was said already, or handed on."""
-
-    def release_when_dropped(self) -> None:
-        """From now on dropping this, and every buffer of it, releases it."""
 
     def defer_release(self) -> bool:
         """A GPU's stream writes the release flag: :meth:`release` does nothing any more. False when it is not held."""

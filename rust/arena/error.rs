@@ -105,10 +105,12 @@ pub enum ArenaError {
         reason: String,
     },
     /// A handle of an arena that is not mapped here.
-    #[error("lease {name:?} is of an arena that is not mapped here: never handed over, or its sender has gone")]
+    #[error("lease {name:?} is of an arena that is not mapped here: {why}")]
     UnknownArena {
         /// Its name.
         name: String,
+        /// Why it was not found.
+        why: &'static str,
     },
     /// A lease that is over.
     #[error("lease {name:?} is over: {reason}")]

@@ -23,6 +23,8 @@ use crate::{Error, Result};
 const SPIN: Duration = Duration::from_micros(50);
 const SHORT_SLEEP: Duration = Duration::from_micros(20);
 const LONG_SLEEP: Duration = Duration::from_millis(1);
+/// Pause between two questions whether the wait is to go on.
+const ASK_PAUSE: Duration = Duration::from_millis(50);
 /// Pauses between two looks at the clock.
 const SPINS_A_LOOK: usize = 64;
 
@@ -166,7 +168,7 @@ impl Map {
         let name = || handle.name();
         let forged = |reason: String| ArenaError::Forged { name: name(), reason };
         if handle.instance != self.instance {
-            return Err(ArenaError::UnknownArena { name: name() }.into());
+            return Err(ArenaError::UnknownArena { name: name(), why: "this is another one" }.into());
         }
         if handle.index >= self.num_leases {
             return Err(forged(format!("the arena has {} leases", self.num_leases)).into());
@@ -224,10 +226,18 @@ impl Map {
     }
 
     /// Blocks until the sender has written `upto` bytes of a lease that we hold; how many are there, which can be more.
-    /// A limit of 0 only looks.
-    pub fn wait_written(&self, claim: &Claim, upto: u64, limit: Duration) -> Result<u64> {
+    /// A limit of 0 only looks. `interrupted` is asked about every 50 ms; when it says so, this ends with
+    /// [`Error::Interrupted`].
+    pub fn wait_written(
+        &self,
+        claim: &Claim,
+        upto: u64,
+        limit: Duration,
+        interrupted: &(dyn Fn() -> bool + Sync),
+    ) -> Result<u64> {
         self.check_process()?;
         let begun = Instant::now();
+        let mut ask_at = ASK_PAUSE;
         let wanted_nbytes = upto.min(claim.handle.nbytes);
         let mut sleep = SHORT_SLEEP;
         loop {
@@ -248,6 +258,12 @@ impl Map {
             let waited = begun.elapsed();
             if waited >= limit {
                 return Err(ArenaError::Timeout { name, written_nbytes, wanted_nbytes, waited: limit }.into());
+            }
+            if waited >= ask_at {
+                if interrupted() {
+                    return Err(Error::Interrupted { what: format!("waiting for lease {name}"), waited });
+                }
+                ask_at = begun.elapsed() + ASK_PAUSE;
             }
             if waited < SPIN {
                 (0..SPINS_A_LOOK).for_each(|_| std::hint::spin_loop());

@@ -246,7 +246,7 @@ impl Arena {
         let inner = &self.inner;
         let mut state = inner.open()?;
         if handle.instance != inner.instance {
-            return Err(ArenaError::UnknownArena { name: handle.name() }.into());
+            return Err(ArenaError::UnknownArena { name: handle.name(), why: "this is another one" }.into());
         }
         let State { table, consumers, counters, .. } = &mut *state;
         let Some(lease) = table.get_mut(handle.index, handle.generation) else {

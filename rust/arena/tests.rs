@@ -109,7 +109,7 @@ fn every_edge_size_arrives_and_its_block_comes_back() {
         let bytes = pattern(nbytes, nbytes);
         let handle = sent(&send(&arena, &bytes, &[slot]).unwrap());
         let claim = map.claim(&handle).unwrap();
-        assert_eq!(map.wait_written(&claim, u64::MAX, Duration::ZERO), Ok(nbytes as u64));
+        assert_eq!(map.wait_written(&claim, u64::MAX, Duration::ZERO, &|| false), Ok(nbytes as u64));
         assert!(read(&map, &claim) == bytes, "{nbytes}");
         assert_eq!((map.release(&claim), map.release(&claim)), (Ok(true), Ok(false)));
         assert!(settles(|| is_empty(&arena)), "{nbytes}");
@@ -151,7 +151,7 @@ fn a_consumer_follows_the_watermark() {
         let claim = map.claim(lease.handle()).unwrap();
         assert_eq!(map.written(&claim), Ok(0));
         assert!(matches!(
-            fault(map.wait_written(&claim, 1, Duration::ZERO)),
+            fault(map.wait_written(&claim, 1, Duration::ZERO, &|| false)),
             ArenaError::Timeout { written_nbytes: 0, .. }
         ));
         std::thread::scope(|scope| {
@@ -161,7 +161,7 @@ fn a_consumer_follows_the_watermark() {
             });
             let mut seen = 0;
             while seen < bytes.len() {
-                let there = map.wait_written(&claim, seen as u64 + 1, LIMIT).unwrap() as usize;
+                let there = map.wait_written(&claim, seen as u64 + 1, LIMIT, &|| false).unwrap() as usize;
                 let mut part = vec![0; there - seen];
                 map.source(&claim).slice(seen..there).copy_to(Target::from_slice(&mut part));
                 assert!(part == bytes[seen..there], "{seen}..{there}");
@@ -208,7 +208,7 @@ fn a_group_is_written_by_several_threads_each_lease_whole() {
         for (lease, bytes) in leases.iter().zip(&sources) {
             assert!(lease.is_over());
             let claim = map.claim(lease.handle()).unwrap();
-            assert_eq!(map.wait_written(&claim, u64::MAX, Duration::ZERO), Ok(bytes.len() as u64));
+            assert_eq!(map.wait_written(&claim, u64::MAX, Duration::ZERO, &|| false), Ok(bytes.len() as u64));
             assert!(read(&map, &claim) == *bytes, "{} bytes by {num_threads}", bytes.len());
             map.release(&claim).unwrap();
         }

@@ -3,7 +3,6 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -11,7 +10,7 @@ use pyo3::types::PyString;
 
 use super::arena::handle_of;
 use super::arguments::Limit;
-use super::exports;
+use super::{exports, interruptible};
 use crate::arena::{Claim, Map};
 
 /// A sender's arena, mapped as long as this or one of its leases lives.
@@ -87,7 +86,7 @@ impl PyArenaMap {
         owner_id: &Bound<'_, PyString>,
     ) -> PyResult<PyLease> {
         let claim = self.map.claim(&handle_of(name, offset, nbytes, owner_id)?)?;
-        Ok(PyLease { map: Arc::clone(&self.map), claim, releases_when_dropped: AtomicBool::new(false) })
+        Ok(PyLease { map: Arc::clone(&self.map), claim, releases_when_dropped: false })
     }
 
     /// Whether the two are the same mapping.
@@ -106,6 +105,10 @@ impl PyArenaMap {
     pub(super) fn new(map: Arc<Map>) -> Self {
         Self { map }
     }
+
+    pub(super) fn core(&self) -> Arc<Map> {
+        Arc::clone(&self.map)
+    }
 }
 
 /// A lease that we may read until we release it. Its buffer is the memory itself, read-only.
@@ -113,7 +116,7 @@ impl PyArenaMap {
 pub(super) struct PyLease {
     map: Arc<Map>,
     claim: Claim,
-    releases_when_dropped: AtomicBool,
+    releases_when_dropped: bool,
 }
 
 #[pymethods]
@@ -147,18 +150,13 @@ impl PyLease {
     fn wait_written(&self, py: Python<'_>, upto: u64, timeout_s: Limit) -> PyResult<u64> {
         match self.map.written(&self.claim) {
             Ok(there) if there >= upto.min(self.claim.nbytes()) => Ok(there),
-            _ => Ok(py.detach(|| self.map.wait_written(&self.claim, upto, timeout_s.0))?),
+            _ => interruptible(py, |asked| self.map.wait_written(&self.claim, upto, timeout_s.0, asked)),
         }
     }
 
     /// Tells the sender that our reads are over. False when that was said already. ClosedError in a forked child.
     fn release(&self) -> PyResult<bool> {
         Ok(self.map.release(&self.claim)?)
-    }
-
-    /// From now on dropping this, and every buffer of it, releases it.
-    fn release_when_dropped(&self) {
-        self.releases_when_dropped.store(true, Ordering::Relaxed);
     }
 
     /// Where the word is that tells the sender that our reads are over, and what to write: (address, value).
@@ -184,9 +182,16 @@ impl PyLease {
     }
 }
 
+impl PyLease {
+    /// Dropping this, and every buffer of it, releases it.
+    pub(super) const fn released_when_dropped(map: Arc<Map>, claim: Claim) -> Self {
+        Self { map, claim, releases_when_dropped: true }
+    }
+}
+
 impl Drop for PyLease {
     fn drop(&mut self) {
-        if *self.releases_when_dropped.get_mut() {
+        if self.releases_when_dropped {
             // A forked child has nothing to release.
             let _ = self.map.release(&self.claim);
         }

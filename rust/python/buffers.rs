@@ -17,6 +17,12 @@ pub(super) struct ReadBuffer(PyUntypedBuffer);
 /// A C-contiguous, writable buffer. Exported until it is dropped.
 pub(super) struct WriteBuffer(PyUntypedBuffer);
 
+/// Memory to write for the length of one call: a buffer, or (address, nbytes) of memory that the caller keeps.
+pub(super) enum Base {
+    Buffer(WriteBuffer),
+    Span(usize, usize),
+}
+
 impl ReadBuffer {
     pub(super) fn source(&self) -> Source<'_> {
         // SAFETY: M1. The exporter keeps `len_bytes` contiguous bytes at `buf_ptr` valid while the buffer is exported,
@@ -24,9 +30,9 @@ impl ReadBuffer {
         unsafe { Source::from_raw(self.0.buf_ptr().cast_const().cast(), self.0.len_bytes()) }
     }
 
-    /// For a job, whose owner drops this buffer after the job's end.
+    /// For an item, which drops this buffer last.
     pub(super) fn lasting_source(&self) -> Source<'static> {
-        // SAFETY: M5. The one who asks, CopyJob, keeps the buffer exported until its job is over.
+        // SAFETY: M5. The one who asks, an item of a request, keeps the buffer exported as long as it exists.
         unsafe { self.source().lasting() }
     }
 
@@ -50,6 +56,32 @@ impl WriteBuffer {
 
     pub(super) fn nbytes(&self) -> u64 {
         self.0.len_bytes() as u64
+    }
+}
+
+impl Base {
+    pub(super) fn target(&self) -> Target<'_> {
+        match self {
+            Self::Buffer(buffer) => buffer.target(),
+            // SAFETY: M1. Python code that names memory by its address keeps it during the call; the length was checked.
+            Self::Span(address, nbytes) => unsafe {
+                Target::from_raw(std::ptr::with_exposed_provenance_mut(*address), *nbytes)
+            },
+        }
+    }
+}
+
+impl FromPyObject<'_, '_> for Base {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        if let Ok((address, nbytes)) = given.extract::<(usize, usize)>() {
+            if nbytes > isize::MAX as usize || address.checked_add(nbytes).is_none() {
+                return Err(PyBufferError::new_err(format!("{nbytes} bytes at {address:#x} are not addressable")));
+            }
+            return Ok(Self::Span(address, nbytes));
+        }
+        given.extract().map(Self::Buffer)
     }
 }
 

@@ -103,6 +103,12 @@ impl PyWorkerEndpoint {
     }
 }
 
+impl PyWorkerEndpoint {
+    pub(super) const fn core(&self) -> &WorkerEndpoint {
+        &self.endpoint
+    }
+}
+
 /// A sender's connection to a worker's endpoint. May be used by several threads, one after another.
 #[pyclass(frozen, name = "SenderLink", module = "mmcopy._native")]
 pub(super) struct PySenderLink {

@@ -19,7 +19,11 @@ const fn class_name(error: &Error) -> &'static str {
         | Error::PieceNumbers { .. }
         | Error::NoSuch { .. }
         | Error::OneChunk { .. }
-        | Error::ChunkIndex { .. } => "PayloadError",
+        | Error::ChunkIndex { .. }
+        | Error::NotAccepted { .. }
+        | Error::NamedTwice { .. }
+        | Error::NotALease { .. }
+        | Error::NotInline => "PayloadError",
         Error::Threads { .. } | Error::Grace { .. } | Error::Limit { .. } | Error::Spawn { .. } => "ConfigError",
         Error::NotFound { .. } => "SegmentNotFoundError",
         Error::Permission { .. } => "SegmentPermissionError",
@@ -28,7 +32,7 @@ const fn class_name(error: &Error) -> &'static str {
         Error::Size { .. } | Error::Range { .. } | Error::Truncated { .. } => "SegmentSizeError",
         Error::Timeout { .. } => TIMEOUT,
         Error::Closed { .. } | Error::Cancelled { .. } => "ClosedError",
-        Error::Panicked { .. } => "MmcopyError",
+        Error::Panicked { .. } | Error::Interrupted { .. } => "MmcopyError",
         Error::Endpoint(fault) => endpoint_class_name(fault),
         Error::Arena(fault) => arena_class_name(fault),
     }

@@ -20,7 +20,7 @@ mod machine;
 mod owner;
 mod pool;
 mod process;
-mod reaper;
+mod request;
 mod segments;
 
 use pyo3::prelude::*;
@@ -31,6 +31,22 @@ const GIL_RELEASE_BYTES: u64 = 65536;
 /// Runs `work`, without the GIL when it touches enough bytes for that.
 fn detached_when_big<T: Send>(py: Python<'_>, nbytes: u64, work: impl FnOnce() -> T + Send) -> T {
     if nbytes >= GIL_RELEASE_BYTES { py.detach(work) } else { work() }
+}
+
+/// Runs a wait without the GIL. `work` asks about every 50 ms whether it is to end, which it is when a signal handler of
+/// Python's raises; that error is the result.
+fn interruptible<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&(dyn Fn() -> bool + Sync)) -> crate::Result<T> + Send,
+) -> PyResult<T> {
+    let raised = std::sync::Mutex::new(None);
+    let keep = |error| *raised.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error);
+    let asked = || Python::attach(|py| py.check_signals().map_err(keep).is_err());
+    let outcome = py.detach(|| work(&asked));
+    match raised.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(outcome?),
+    }
 }
 
 /// The native part of mmcopy: segments in shared memory, their names and owners, and copying with a cast.
@@ -60,7 +76,7 @@ mod _native {
     #[pymodule_export]
     use super::process::PyProcess;
     #[pymodule_export]
-    use super::reaper::PyReaper;
+    use super::request::{PyChunkTable, PyExtents, PyKeptLeases, PyRequest, PyRequestOpener};
     #[pymodule_export]
     use super::segments::{PySegment, shm_namespace_id, unlink_segment, validate_segment_name, write_segment};
 

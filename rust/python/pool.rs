@@ -1,27 +1,21 @@
 //! The copy pool and its jobs.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
 use super::arguments::{Limit, Threads, u64_of};
-use super::buffers::{ReadBuffer, WriteBuffer};
-use super::detached_when_big;
-use super::segments::PySegment;
-use crate::Error;
-use crate::pool::{CopySource, Job, Piece, Pool, Table};
+use super::buffers::WriteBuffer;
+use super::request::{PyChunkTable, PyRequest};
+use super::{detached_when_big, interruptible};
+use crate::pool::{Job, Piece, Pool, Table};
+use crate::request::Entry;
+use crate::{Error, Result};
 
 /// Threads that copy from segments and memory into a ring of slots; they sleep while there is nothing to do.
 #[pyclass(frozen, name = "CopyPool", module = "mmcopy._native")]
 pub(super) struct PyCopyPool {
     pool: Pool,
-}
-
-/// A source as Python gives it.
-#[derive(FromPyObject)]
-pub(super) enum GivenSource<'py> {
-    Segment(Bound<'py, PySegment>),
-    Memory(ReadBuffer),
 }
 
 #[pymethods]
@@ -37,34 +31,35 @@ impl PyCopyPool {
         self.pool.num_threads()
     }
 
-    /// Takes a job on: chunk i is written into slot i % len(slots). Nothing is copied before CopyJob.permit.
+    /// Takes a job on: chunk i of the table is written into slot i % len(slots). Nothing is copied before CopyJob.permit.
     ///
-    /// A piece is (chunk, source, source_start, slot_start, nbytes). Never blocks. PayloadError or SegmentSizeError when
-    /// a piece does not fit, ClosedError after close or for a closed segment.
+    /// Blocks, without the GIL, while the senders of staged leases are still writing them. PayloadError or SegmentSizeError
+    /// when a fill does not fit, LeaseError, MmcopyTimeoutError, ClosedError after close.
     fn start(
         &self,
-        sources: Vec<GivenSource<'_>>,
+        py: Python<'_>,
+        request: &Bound<'_, PyRequest>,
         slots: Vec<WriteBuffer>,
-        pieces: Vec<[Bound<'_, PyAny>; 5]>,
+        table: &Bound<'_, PyChunkTable>,
     ) -> PyResult<PyCopyJob> {
-        let (table, buffers) = table_of(sources, slots, &pieces)?;
+        let (table, buffers) = table_of(py, request.get(), slots, table.get())?;
         let job = self.pool.start(table)?;
         Ok(PyCopyJob { job, buffers: Mutex::new(Some(buffers)) })
     }
 
-    /// Copies pieces of one chunk into one slot on the calling thread; the other threads have no part in it.
+    /// Copies a table of one chunk into one slot on the calling thread; the other threads have no part in it.
     ///
-    /// The pieces and what is raised are as for start. Blocks until every byte is there.
+    /// What is raised is as for start. Blocks until every byte is there.
     fn copy_now(
         &self,
         py: Python<'_>,
-        sources: Vec<GivenSource<'_>>,
+        request: &Bound<'_, PyRequest>,
         slot: WriteBuffer,
-        pieces: Vec<[Bound<'_, PyAny>; 5]>,
+        table: &Bound<'_, PyChunkTable>,
     ) -> PyResult<()> {
         let nbytes = slot.nbytes();
         // The buffers stay exported until the copy is done (M5).
-        let (table, _buffers) = table_of(sources, vec![slot], &pieces)?;
+        let (table, _buffers) = table_of(py, request.get(), vec![slot], table.get())?;
         Ok(detached_when_big(py, nbytes, || self.pool.copy_now(&table))?)
     }
 
@@ -96,7 +91,7 @@ pub(super) struct PyCopyJob {
 
 /// What a job's memory belongs to.
 struct Buffers {
-    sources: Vec<ReadBuffer>,
+    _entries: Vec<Arc<Entry>>,
     slots: Vec<WriteBuffer>,
 }
 
@@ -166,35 +161,35 @@ impl PyCopyJob {
 
 /// The checked table, and what keeps its memory.
 fn table_of(
-    sources: Vec<GivenSource<'_>>,
+    py: Python<'_>,
+    request: &PyRequest,
     slots: Vec<WriteBuffer>,
-    pieces: &[[Bound<'_, PyAny>; 5]],
+    table: &PyChunkTable,
 ) -> PyResult<(Table, Buffers)> {
-    let pieces = pieces.iter().enumerate().map(piece_of).collect::<PyResult<Vec<_>>>()?;
-    let mut buffers = Buffers { sources: Vec::new(), slots };
-    let mut checked = Vec::with_capacity(sources.len());
-    for source in sources {
-        checked.push(match source {
-            GivenSource::Segment(segment) => CopySource::Segment(segment.get().opened()?),
-            GivenSource::Memory(buffer) => {
-                let memory = CopySource::Memory(buffer.lasting_source());
-                buffers.sources.push(buffer);
-                memory
-            }
-        });
+    let open = request.request.entries();
+    let entry_of = |&index: &usize| {
+        let missing = || Error::NoSuch { piece: index, chunk: 0, kind: "item", index: index as u64, count: open.len() };
+        open.get(index).cloned().ok_or_else(missing)
+    };
+    let entries = table.staged.iter().map(entry_of).collect::<Result<Vec<_>>>()?;
+    if entries.iter().any(|entry| entry.is_lease()) {
+        interruptible(py, |asked| request.request.wait_written(&entries, asked))?;
     }
+    let (sources, starts): (Vec<_>, Vec<_>) = entries.iter().map(|entry| entry.copy_source()).unzip();
+    let shifted: Vec<Piece>;
+    let pieces = if starts.iter().all(|start| *start == 0) {
+        &table.pieces
+    } else {
+        let start_of =
+            |piece: &Piece| usize::try_from(piece.source).ok().and_then(|source| starts.get(source)).copied();
+        let shift = |piece: &Piece| Piece {
+            source_start: piece.source_start.saturating_add(start_of(piece).unwrap_or(0)),
+            ..*piece
+        };
+        shifted = table.pieces.iter().map(shift).collect();
+        &shifted
+    };
+    let buffers = Buffers { _entries: entries, slots };
     let targets = buffers.slots.iter().map(WriteBuffer::lasting_target).collect();
-    Ok((Table::new(checked, targets, &pieces)?, buffers))
-}
-
-fn piece_of((place, numbers): (usize, &[Bound<'_, PyAny>; 5])) -> PyResult<Piece> {
-    let mut checked = [0; 5];
-    for (number, given) in checked.iter_mut().zip(numbers) {
-        *number = u64_of(given)?.ok_or_else(|| {
-            let given: Vec<_> = numbers.iter().map(ToString::to_string).collect();
-            Error::PieceNumbers { piece: place, given: format!("({})", given.join(", ")) }
-        })?;
-    }
-    let [chunk, source, source_start, slot_start, nbytes] = checked;
-    Ok(Piece { chunk, source, source_start, slot_start, nbytes })
+    Ok((Table::new(sources, targets, pieces)?, buffers))
 }

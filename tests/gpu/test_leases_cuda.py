@@ -285,7 +285,7 @@ def test_windows_cut_leases_and_each_goes_back_once(
         base = destination(receiver).allocate(end)
         base.zero_()
         hold(torch, copy_stream_of(receiver), 3)
-        layout = place(tuple(request.sizes), tuple(starts))
+        layout = place(request.sizes, tuple(starts))
         destination(receiver).fill(request, layout, [base], tuple(windows))
         request.close("received")
         got = np.frombuffer(raw(base), np.uint8)

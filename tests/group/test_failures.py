@@ -82,7 +82,7 @@ def check_works(ranks: Ranks, sender: Sender) -> None:
             "SegmentNotFoundError",
             "segment 'mmcopy-missing', item 1 of 2: none of the 3",
         ),
-        (ShmHandle("passwd", 0, 4), "PayloadError", "rank 0 of the group: segment 'passwd' is refused"),
+        (ShmHandle("passwd", 0, 4), "PayloadError", 'rank 0 of the group: segment "passwd" is refused'),
         (None, "SegmentSizeError", "rank 0 of the group: "),
     ],
 )

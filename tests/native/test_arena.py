@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mmcopy import ShmHandle, _native
+from mmcopy import ShmHandle, TensorData, _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import (
     ArenaError,
@@ -162,21 +162,37 @@ def test_a_reservation_that_is_forgotten_comes_back(arena: _native.Arena, slot: 
 
 
 def test_a_view_that_releases_when_it_is_dropped(arena: _native.Arena, worker: Worker, slot: int) -> None:
-    lease = worker.claim(send(arena, random_bytes(100, 1).tobytes(), [slot]))
-    lease.release_when_dropped()
+    data = random_bytes(100, 1).tobytes()
+    handle = send(arena, data, [slot])
+    request = _native.RequestOpener("/dev/shm", [], worker.endpoint.native, timeout_s=LIMIT_S).request(
+        [TensorData("uint8", (100,), ShmHandle(*handle))]
+    )
+    request.open_all()
+    lease = request.take_lease(0)
+    request.close(False)
     array = np.frombuffer(lease, np.uint8)  # type: ignore[call-overload]
     del lease
     part = array[10:20]
     del array
     time.sleep(0.03)
     assert not is_empty(arena)
-    assert part.tobytes() == random_bytes(100, 1).tobytes()[10:20]
+    assert part.tobytes() == data[10:20]
     del part
     assert settle(lambda: is_empty(arena))
-    lease = worker.claim(send(arena, b"x", [slot]))
-    del lease  # without being told to, dropping does not release
+    plain = worker.claim(send(arena, b"x", [slot]))
+    del plain  # of a claim by itself dropping releases nothing
     time.sleep(0.03)
     assert arena.statistics()["held"][slot] == 1
+
+
+def test_a_request_that_is_dropped_releases_what_it_claimed(arena: _native.Arena, worker: Worker, slot: int) -> None:
+    """As after an interrupt in the middle of a receive."""
+    items = [TensorData("uint8", (3,), ShmHandle(*send(arena, b"abc", [slot]))) for _ in range(3)]
+    request = _native.RequestOpener("/dev/shm", [], worker.endpoint.native, timeout_s=LIMIT_S).request(items)
+    request.open_all()
+    assert arena.statistics()["held"][slot] == 3
+    del request
+    assert settle(lambda: is_empty(arena))
 
 
 def test_a_streamed_lease(arena: _native.Arena, worker: Worker, slot: int) -> None:

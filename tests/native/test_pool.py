@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from mmcopy import _native
 from mmcopy.errors import ClosedError, ConfigError, MmcopyTimeoutError, PayloadError, SegmentSizeError
 from tests.rigs.arrays import KIB, MIB, random_bytes, resize
+from tests.rigs.copy_job import Piece, copy_now, request_of, start, start_of
 from tests.rigs.descriptors import open_descriptors
 from tests.rigs.waiting import settle
 
 LIMIT_S = 60.0
-Piece = tuple[int, int, int, int, int]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -63,7 +63,7 @@ def test_every_byte_arrives_through_a_ring(
     data = random_bytes(nbytes)
     segment = removed_segment(shm_dir, data)
     slots = [bytearray(b"\xee" * (256 * KIB)) for _ in range(3)]
-    job = pool.start([segment if kind == "segment" else data], slots, chunked(nbytes, 256 * KIB))
+    job = start(pool, [segment if kind == "segment" else data], slots, chunked(nbytes, 256 * KIB))
     arrived = bytearray()
     for i in range(job.num_chunks):
         job.permit(i + len(slots))
@@ -87,16 +87,16 @@ def test_any_table_and_any_permits(data: st.DataObject) -> None:
         slot = b""
         for _ in range(data.draw(st.integers(1, 4))):
             source = data.draw(st.integers(0, 2))
-            start = data.draw(st.integers(0, len(sources[source])))
-            nbytes = data.draw(st.integers(0, len(sources[source]) - start))
-            pieces.append((chunk, source, start, len(slot), nbytes))
-            slot += sources[source][start : start + nbytes].tobytes()
+            at = data.draw(st.integers(0, len(sources[source])))
+            nbytes = data.draw(st.integers(0, len(sources[source]) - at))
+            pieces.append((chunk, source, at, len(slot), nbytes))
+            slot += sources[source][at : at + nbytes].tobytes()
         wanted.append(slot)
     slots = [np.zeros(max(map(len, wanted), default=0), np.uint8) for _ in range(num_slots)]
     pool = _native.CopyPool(num_threads)
     with tempfile.TemporaryDirectory() as shm_dir:
         segment = removed_segment(pathlib.Path(shm_dir), sources[0])
-    job = pool.start([segment, *sources[1:]], slots, pieces)
+    job = start(pool, [segment, *sources[1:]], slots, pieces)
     for i, slot in enumerate(wanted):
         job.permit(i + 1 + data.draw(st.integers(0, num_slots - 1)))
         job.wait(i, LIMIT_S)
@@ -107,7 +107,7 @@ def test_any_table_and_any_permits(data: st.DataObject) -> None:
 
 def test_a_job_of_one_chunk_is_copied_by_its_owner_even_without_threads(pool: _native.CopyPool) -> None:
     slot = bytearray(5)
-    job = pool.start([b"0123456789"], [slot], [(0, 0, 3, 0, 5)])
+    job = start(pool, [b"0123456789"], [slot], [(0, 0, 3, 0, 5)])
     pool.close(LIMIT_S)
     assert copy_threads() == []
     job.permit(1)
@@ -120,15 +120,15 @@ def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, 
     segment = removed_segment(shm_dir, data)
     inline, slot = bytearray(b"inline"), bytearray(b"\xee" * (4 * KIB))
     pool.close(LIMIT_S)  # no thread is left that could have a part in it
-    pool.copy_now([segment, inline], slot, [(0, 0, 1 * KIB, 0, 2 * KIB), (0, 1, 0, 2 * KIB, 6)])
+    copy_now(pool, [segment, inline], slot, [(0, 0, 1 * KIB, 0, 2 * KIB), (0, 1, 0, 2 * KIB, 6)])
     assert slot == data[1 * KIB :].tobytes() + b"inline" + b"\xee" * (2 * KIB - 6)
-    pool.copy_now([], slot, [])
+    copy_now(pool, [], slot, [])
     resize(inline)
     resize(slot)
     with pytest.raises(PayloadError, match="2 chunks for one slot"):
-        pool.copy_now([inline], slot, [(0, 0, 0, 0, 1), (1, 0, 0, 0, 1)])
+        copy_now(pool, [inline], slot, [(0, 0, 0, 0, 1), (1, 0, 0, 0, 1)])
     with pytest.raises(SegmentSizeError, match="3072"):
-        pool.copy_now([segment], slot, [(0, 0, 1, 0, 3 * KIB)])
+        copy_now(pool, [removed_segment(shm_dir, data)], slot, [(0, 0, 1, 0, 3 * KIB)])
     resize(slot)
     segment.close()
 
@@ -136,7 +136,7 @@ def test_copy_now_packs_one_chunk_on_the_calling_thread(pool: _native.CopyPool, 
 def test_wait_says_how_many_in_a_row_are_there(pool: _native.CopyPool) -> None:
     data = random_bytes(4 * KIB)
     slots = [bytearray(KIB) for _ in range(4)]
-    job = pool.start([data], slots, chunked(4 * KIB, KIB))
+    job = start(pool, [data], slots, chunked(4 * KIB, KIB))
     job.permit(3)
     there = job.wait(2, LIMIT_S)
     assert there == 1  # the last one is not permitted
@@ -152,7 +152,7 @@ def test_rousing_without_a_job_does_nothing(pool: _native.CopyPool) -> None:
     pool.wake(0)
     pool.wake(1000)
     data, slots = random_bytes(MIB), [bytearray(64 * KIB) for _ in range(16)]
-    job = pool.start([data], slots, chunked(MIB, 64 * KIB))
+    job = start(pool, [data], slots, chunked(MIB, 64 * KIB))
     pool.wake(2)
     job.permit(16)
     for i in range(16):
@@ -164,7 +164,7 @@ def test_rousing_without_a_job_does_nothing(pool: _native.CopyPool) -> None:
 
 def test_nothing_starts_before_it_is_permitted(pool: _native.CopyPool) -> None:
     slots = [bytearray(2), bytearray(2)]
-    job = pool.start([b"aabbcc"], slots, chunked(6, 2))
+    job = start(pool, [b"aabbcc"], slots, chunked(6, 2))
     for limit_s in (0.0, -1.0, 0.02):
         with pytest.raises(MmcopyTimeoutError, match="copying chunk 0 did not end within"):
             job.wait(0, limit_s)
@@ -182,7 +182,7 @@ def test_nothing_starts_before_it_is_permitted(pool: _native.CopyPool) -> None:
 
 def test_polling_gets_there_without_a_wait(pool: _native.CopyPool) -> None:
     slot = bytearray(3)
-    job = pool.start([b"abc"], [slot], [(0, 0, 0, 0, 3)])
+    job = start(pool, [b"abc"], [slot], [(0, 0, 0, 0, 3)])
     job.permit(1)
     assert settle(lambda: job.is_done(0))
     assert slot == b"abc"
@@ -191,7 +191,7 @@ def test_polling_gets_there_without_a_wait(pool: _native.CopyPool) -> None:
 
 def test_a_permit_of_another_thread_ends_a_wait(pool: _native.CopyPool) -> None:
     slot = bytearray(3)
-    job = pool.start([b"abc"], [slot], [(0, 0, 0, 0, 3)])
+    job = start(pool, [b"abc"], [slot], [(0, 0, 0, 0, 3)])
     waiter = threading.Thread(target=job.wait, args=(0, LIMIT_S))
     waiter.start()
     job.permit(1)
@@ -218,34 +218,31 @@ def test_a_table_that_does_not_fit_is_refused_with_the_numbers(
 ) -> None:
     segment = removed_segment(shm_dir, b"0123456789")
     slots = [bytearray(10), bytearray(5)]
+    request = request_of([b"0123456789", segment])
     with pytest.raises(PayloadError, match=message) as caught:
-        pool.start([b"0123456789", segment], slots, pieces)
+        start_of(pool, request, slots, pieces)
     assert isinstance(caught.value, ValueError)
     with pytest.raises(SegmentSizeError, match="wanted 2 bytes at offset 9, but the file has 10 bytes"):
-        pool.start([b"", segment], slots, [(0, 1, 9, 0, 2)])
+        start_of(pool, request, slots, [(0, 1, 9, 0, 2)])
     for slot in slots:
         assert not any(slot)
         resize(slot)
-    segment.close()
+    request.close(False)
 
 
-def test_other_bad_arguments(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
+def test_other_bad_arguments(pool: _native.CopyPool) -> None:
     for num_threads in (0, -1):
         with pytest.raises(ConfigError, match=f"num_threads must be at least 1, got {num_threads}"):
             _native.CopyPool(num_threads)
     with pytest.raises(PayloadError, match="slot 0 wanted, but there are 0"):
-        pool.start([b""], [], [(0, 0, 0, 0, 0)])
+        start(pool, [b""], [], [(0, 0, 0, 0, 0)])
     with pytest.raises(BufferError, match="writable buffer is needed"):
-        pool.start([], [b"read-only"], [])  # no piece needs it; it is no slot all the same
-    with pytest.raises(TypeError):
-        pool.start([4], [], [])  # type: ignore[list-item]
+        start(pool, [], [b"read-only"], [])  # no piece needs it; it is no slot all the same
+    with pytest.raises(PayloadError, match="item 3 wanted, but there are 0"):
+        pool.start(request_of([]), [], _native.ChunkTable([3], []))
     with pytest.raises((TypeError, ValueError)):
-        pool.start([b""], [bytearray(1)], [(0, 0, 0, 0)])  # type: ignore[list-item]
-    segment = removed_segment(shm_dir, b"x")
-    segment.close()
-    with pytest.raises(ClosedError):
-        pool.start([segment], [bytearray(1)], [(0, 0, 0, 0, 1)])
-    job = pool.start([b"x"], [bytearray(1)], [(0, 0, 0, 0, 1)])
+        start(pool, [b""], [bytearray(1)], [(0, 0, 0, 0)])  # type: ignore[list-item]
+    job = start(pool, [b"x"], [bytearray(1)], [(0, 0, 0, 0, 1)])
     for index in (-1, 1, 2**70):
         with pytest.raises(PayloadError, match=f"chunk {index} wanted, but the job has 1"):
             job.wait(index, 0)
@@ -254,7 +251,7 @@ def test_other_bad_arguments(pool: _native.CopyPool, shm_dir: pathlib.Path) -> N
     with pytest.raises(ConfigError, match="timeout_s must be a number of seconds"):
         job.wait(0, float("nan"))
     with pytest.raises(PayloadError, match="chunk 0 wanted, but the job has 0"):
-        pool.start([], [], []).wait(0, 0)
+        start(pool, [], [], []).wait(0, 0)
 
 
 def test_a_segment_that_a_peer_cuts_ends_the_job_with_the_first_error(
@@ -263,7 +260,7 @@ def test_a_segment_that_a_peer_cuts_ends_the_job_with_the_first_error(
     _native.write_segment(shm_dir, "cut", bytes(9000))
     segment = _native.Segment.open(shm_dir, "cut")
     slots = [bytearray(1000), bytearray(1000)]
-    job = pool.start([segment], slots, chunked(9000, 1000))
+    job = start(pool, [segment], slots, chunked(9000, 1000))
     job.permit(2)
     job.wait(1, LIMIT_S)
     os.truncate(shm_dir / "cut", 2500)
@@ -276,8 +273,7 @@ def test_a_segment_that_a_peer_cuts_ends_the_job_with_the_first_error(
         with pytest.raises(SegmentSizeError) as again:
             job.wait(i, LIMIT_S)
         assert str(again.value) == str(first.value)
-    assert segment.unlink()
-    segment.close()
+    (shm_dir / "cut").unlink()
 
 
 @pytest.mark.parametrize("how", ["cancel", "drop"])
@@ -285,7 +281,7 @@ def test_a_running_job_that_is_cancelled_lets_its_buffers_go(pool: _native.CopyP
     source = bytearray(random_bytes(8 * MIB))
     for num_waited in (0, 1, 3):
         slots = [bytearray(256 * KIB) for _ in range(32)]
-        job = pool.start([source], slots, chunked(8 * MIB, 256 * KIB))
+        job = start(pool, [source], slots, chunked(8 * MIB, 256 * KIB))
         assert_exported(slots[5])
         assert_exported(source)
         job.permit(32)
@@ -312,7 +308,7 @@ def test_a_running_job_that_is_cancelled_lets_its_buffers_go(pool: _native.CopyP
 
 
 def test_a_wait_in_another_thread_ends_with_a_cancel(pool: _native.CopyPool) -> None:
-    job = pool.start([b"abc"], [bytearray(3)], [(0, 0, 0, 0, 3)])
+    job = start(pool, [b"abc"], [bytearray(3)], [(0, 0, 0, 0, 3)])
     outcome: list[BaseException] = []
 
     def wait() -> None:
@@ -332,7 +328,7 @@ def test_buffers_and_segments_are_released_when_all_is_there(pool: _native.CopyP
     source, slots = bytearray(b"abcdef"), [bytearray(3), bytearray(3)]
     before = open_descriptors()
     segment = removed_segment(shm_dir, b"uvwxyz")
-    job = pool.start([source, segment], slots, [(0, 0, 0, 0, 3), (1, 1, 0, 0, 3)])
+    job = start(pool, [source, segment], slots, [(0, 0, 0, 0, 3), (1, 1, 0, 0, 3)])
     segment.close()
     assert open_descriptors() == before + 1
     job.permit(2)

@@ -15,9 +15,10 @@ import pytest
 from mmcopy import _native
 from mmcopy.errors import ClosedError
 from tests.rigs.arrays import MIB, random_bytes
+from tests.rigs.copy_job import Piece, request_of, start, start_of
 from tests.rigs.waiting import settle
 
-from .test_pool import LIMIT_S, Piece, chunked, copy_threads, removed_segment
+from .test_pool import LIMIT_S, chunked, copy_threads, removed_segment
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -31,7 +32,7 @@ def pool() -> Iterator[_native.CopyPool]:
 
 def test_many_jobs_from_several_threads(pool: _native.CopyPool, shm_dir: pathlib.Path) -> None:
     data = random_bytes(MIB)
-    segment = removed_segment(shm_dir, data)
+    request = request_of([removed_segment(shm_dir, data)])
     failures: list[str] = []
 
     def use(seed: int) -> None:
@@ -41,7 +42,7 @@ def test_many_jobs_from_several_threads(pool: _native.CopyPool, shm_dir: pathlib
             start = int(rng.integers(0, MIB))
             slots = [np.zeros(chunk_bytes, np.uint8) for _ in range(int(rng.integers(1, 4)))]
             table = [(c, s, start + at, t, n) for c, s, at, t, n in chunked(MIB - start, chunk_bytes)]
-            job = pool.start([segment], slots, table)
+            job = start_of(pool, request, slots, table)
             for i, (_, _, at, _, nbytes) in enumerate(table):
                 job.permit(i + len(slots))
                 job.wait(i, LIMIT_S)
@@ -55,7 +56,6 @@ def test_many_jobs_from_several_threads(pool: _native.CopyPool, shm_dir: pathlib
         user.join(LIMIT_S)
         assert not user.is_alive()
     assert failures == []
-    segment.close()
 
 
 def test_two_jobs_take_turns() -> None:
@@ -64,9 +64,9 @@ def test_two_jobs_take_turns() -> None:
     for _ in range(20):
         marks[:] = 0
         pool = _native.CopyPool(1)
-        marking = pool.start([b"\x01"], [marks[i : i + 1] for i in range(len(marks))], chunked_marks(len(marks)))
+        marking = start(pool, [b"\x01"], [marks[i : i + 1] for i in range(len(marks))], chunked_marks(len(marks)))
         pictures = [np.zeros_like(marks) for _ in range(num_pictures)]
-        looking = pool.start([marks], pictures, [(i, 0, 0, 0, len(marks)) for i in range(num_pictures)])
+        looking = start(pool, [marks], pictures, [(i, 0, 0, 0, len(marks)) for i in range(num_pictures)])
         marking.permit(len(marks))
         looking.permit(num_pictures)
         assert settle(functools.partial(looking.is_done, num_pictures - 1), limit_s=LIMIT_S)
@@ -92,7 +92,7 @@ def test_threads_start_with_the_pool_and_end_with_it() -> None:
             pool.close(LIMIT_S)
             pool.close(0)
             with pytest.raises(ClosedError, match="the copy pool is closed"):
-                pool.start([], [], [])
+                start(pool, [], [], [])
         else:
             del pool
         assert copy_threads() == []
@@ -109,7 +109,7 @@ def test_idle_threads_sleep(pool: _native.CopyPool) -> None:
 
     slot = bytearray(1)
     for _ in range(100):
-        job = pool.start([b"a"], [slot], [(0, 0, 0, 0, 1)])
+        job = start(pool, [b"a"], [slot], [(0, 0, 0, 0, 1)])
         job.permit(1)
         job.wait(0, LIMIT_S)
     before = ticks()
@@ -121,14 +121,15 @@ FORK = """
 import os, sys
 from mmcopy import _native
 from mmcopy.errors import ClosedError
+from tests.rigs.copy_job import start
 pool = _native.CopyPool(2)
 slots = [bytearray(1 << 20) for _ in range(8)]
-job = pool.start([bytes(1 << 20)], slots, [(i, 0, 0, 0, 1 << 20) for i in range(8)])
+job = start(pool, [bytes(1 << 20)], slots, [(i, 0, 0, 0, 1 << 20) for i in range(8)])
 job.permit(8)
 child = os.fork()
 if child == 0:
     refused = 0
-    calls = (lambda: pool.start([], [], []), lambda: job.wait(7, 60), lambda: job.is_done(0), lambda: job.permit(8))
+    calls = (lambda: start(pool, [], [], []), lambda: job.wait(7, 60), lambda: job.is_done(0), lambda: job.permit(8))
     for call in calls:
         try:
             call()
@@ -138,7 +139,7 @@ if child == 0:
     pool.close(60)
     fresh = _native.CopyPool(1)
     slot = bytearray(3)
-    work = fresh.start([b"abc"], [slot], [(0, 0, 0, 0, 3)])
+    work = start(fresh, [b"abc"], [slot], [(0, 0, 0, 0, 3)])
     work.permit(1)
     work.wait(0, 60)
     sys.exit(7 if refused == 4 and slot == b"abc" else 1)  # an ordinary exit: finalizers run
@@ -158,9 +159,9 @@ def test_a_forked_child_has_no_pool() -> None:
 
 def test_a_process_may_end_without_closing() -> None:
     script = (
-        "from mmcopy import _native\n"
+        "from mmcopy import _native\nfrom tests.rigs.copy_job import start\n"
         "pool = _native.CopyPool(2)\n"
-        "job = pool.start([bytes(1 << 22)], [bytearray(1 << 22)] * 4, [(i, 0, 0, 0, 1 << 22) for i in range(4)])\n"
+        "job = start(pool, [bytes(1 << 22)], [bytearray(1 << 22)] * 4, [(i, 0, 0, 0, 1 << 22) for i in range(4)])\n"
         "job.permit(4)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -7,20 +7,24 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
-from mmcopy import Inline, Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native
+from mmcopy import Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, _native
+from mmcopy._native import Extents
 from mmcopy.endpoint import WorkerEndpoint
-from mmcopy.errors import LeaseError, MmcopyTimeoutError
+from mmcopy.errors import LeaseError
 from mmcopy.metrics import Counter
-from mmcopy.receive.in_place import DirectCopies, Reading, Run, merge_runs
-from mmcopy.receive.request import LeaseSource, Request, RequestOpener
+from mmcopy.receive.in_place import DirectCopies, Growing, Run
+from mmcopy.receive.request import Request, RequestOpener
 from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.played_stream import PlayedStream
 from tests.rigs.waiting import settle
+
+Reading: TypeAlias = tuple[int, int, int, int]
+"""A lease of a request, the first of its bytes that are wanted, how many, and the address that they go to."""
 
 
 class Passed:
@@ -80,34 +84,36 @@ class Rig:
         self.direct = DirectCopies(self.device, timeout_s=limit_s, metrics=self.metrics)
         self._kept: list[np.ndarray[Any, Any]] = []  # a test may end before its copies
 
-    def open(self, *items: TensorData) -> list[LeaseSource]:
+    def open(self, *items: TensorData) -> Request:
         self.requests.append(self.opener.request(items))
         self.requests[-1].open_all()
-        return [source for source in self.requests[-1].sources if isinstance(source, LeaseSource)]
+        return self.requests[-1]
 
     def close_requests(self, why: str) -> None:
         for request in self.requests:
             request.close(why)
         self.requests.clear()
 
-    def send(self, *arrays: np.ndarray[Any, Any]) -> list[LeaseSource]:
+    def send(self, *arrays: np.ndarray[Any, Any]) -> Request:
         return self.open(*self.sender.send_many(arrays, worker=self.worker))
 
-    def unwritten(self, nbytes: int) -> tuple[LeaseSource, _native.LeaseWriter]:
+    def unwritten(self, nbytes: int) -> tuple[TensorData, _native.LeaseWriter]:
         """A lease of which nothing is there yet, and its writer."""
         arena = self.sender.arena
         assert arena is not None
         (writer,) = arena.take([nbytes], [0], timeout_s=5.0)
         handle = ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
-        (source,) = self.open(TensorData("uint8", (nbytes,), handle))
-        return source, writer
+        return TensorData("uint8", (nbytes,), handle), writer
 
-    def run(self, readings: list[Reading], *, is_packed: bool = True) -> None:
-        begun: list[LeaseSource] = []
+    def copy(self, request: Request, readings: list[Reading]) -> list[Growing]:
+        extents = Extents([(item, 0, 0, start, dest, nbytes) for item, start, nbytes, dest in readings])
+        return self.direct.copy(request, extents, [0], is_packed=True)
+
+    def run(self, request: Request, readings: list[Reading]) -> None:
         try:
-            self.direct.follow(self.direct.copy(readings, begun, is_packed=is_packed), begun)
+            self.direct.follow(request, self.copy(request, readings))
         finally:
-            self.direct.release_behind(begun)
+            self.direct.release_behind(request)
 
     def dest(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         self._kept.append(np.zeros(nbytes, np.uint8))
@@ -139,11 +145,11 @@ def rig(
 
 def test_parts_of_leases_are_copied_and_nothing_else(rig: Rig) -> None:
     arrays = [random_bytes(n) for n in (70_001, 5, 3000, 1)]
-    sources = rig.send(*arrays)
+    request = rig.send(*arrays)
     dest = rig.dest(200_000)
     at = dest.ctypes.data
     parts = [(0, 69_000, 1001, 0), (1, 0, 5, 1024), (2, 100, 2000, 2048), (0, 17, 50_000, 100_096), (3, 1, 0, 9)]
-    rig.run([(sources[n], start, nbytes, at + to) for n, start, nbytes, to in parts])
+    rig.run(request, [(n, start, nbytes, at + to) for n, start, nbytes, to in parts])
     rig.device.finish()
     wanted = np.zeros_like(dest)
     for n, start, nbytes, to in parts:
@@ -154,26 +160,24 @@ def test_parts_of_leases_are_copied_and_nothing_else(rig: Rig) -> None:
 
 
 def test_neighbours_are_one_copy_also_where_a_window_cuts_them(rig: Rig) -> None:
-    sources = rig.send(random_bytes(1000), random_bytes(513), random_bytes(4096))
+    request = rig.send(random_bytes(1000), random_bytes(513), random_bytes(4096))
     dest = rig.dest(8192)
     at = dest.ctypes.data
-    rig.run([(sources[0], 256, 744, at), (sources[1], 0, 513, at + 768), (sources[2], 0, 1000, at + 1536)])
-    assert [run.nbytes for run in rig.device.copies] == [2536]
-    rig.run([], is_packed=True)
+    rig.run(request, [(0, 256, 744, at), (1, 0, 513, at + 768), (2, 0, 1000, at + 1536)])
+    assert [nbytes for _, _, nbytes in rig.device.copies] == [2536]
+    rig.run(request, [])
     assert len(rig.device.copies) == 1
 
 
 def test_a_lease_of_two_copies_goes_back_once_and_behind_the_last(rig: Rig) -> None:
     rig.device.gate.clear()
-    sources = rig.send(random_bytes(100_000), random_bytes(10))
+    request = rig.send(random_bytes(100_000), random_bytes(10))
     dest = rig.dest(200_000)
     at = dest.ctypes.data
-    begun: list[LeaseSource] = []
-    readings = [(sources[0], 0, 1000, at), (sources[1], 0, 10, at + 1024)]
-    rig.direct.copy(readings, begun, is_packed=True)
+    rig.copy(request, [(0, 0, 1000, at), (1, 0, 10, at + 1024)])
     assert (rig.device.words, rig.device.events) == (0, [])
-    rig.direct.copy([(sources[0], 50_000, 50_000, at + 2048)], begun, is_packed=True)
-    rig.direct.release_behind(begun)
+    rig.copy(request, [(0, 50_000, 50_000, at + 2048)])
+    rig.direct.release_behind(request)
     rig.close_requests("received")  # as a receiver does, while the copies wait
     assert rig.leases_out == 2
     rig.device.finish()
@@ -184,91 +188,27 @@ def test_a_lease_of_two_copies_goes_back_once_and_behind_the_last(rig: Rig) -> N
 
 def test_a_lease_that_is_being_written_is_followed(rig: Rig) -> None:
     array = random_bytes(9 * MIB + 3)
-    source, writer = rig.unwritten(len(array))
+    data, writer = rig.unwritten(len(array))
     dest = rig.dest(5 * MIB)
     timer = threading.Timer(0.1, lambda: (writer.write(array), writer.commit()))
     timer.start()
-    rig.run([(source, 4 * MIB + 1, 5 * MIB, dest.ctypes.data)])
+    rig.run(rig.open(data), [(0, 4 * MIB + 1, 5 * MIB, dest.ctypes.data)])
     timer.join()
     rig.device.finish()
     assert (dest == array[4 * MIB + 1 :][: 5 * MIB]).all()
 
 
-class HalfWritten:
-    """A lease whose sender stands still behind ``written`` bytes, of which the first look saw ``seen``."""
-
-    name = "played"
-    release_flag = (0, 1)
-
-    def __init__(self, written: int, seen: int) -> None:
-        self._written = written
-        self._seen = seen
-        self.handed_on = 0
-
-    def written(self) -> int:
-        return self._seen
-
-    def wait_written(self, upto: int, timeout_s: float) -> int:
-        if upto > self._written:
-            raise MmcopyTimeoutError("lease", f"{self._written} of {upto} bytes")
-        return self._written
-
-    def defer_release(self) -> bool:
-        self.handed_on += 1
-        return True
-
-    def release(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("seen", [0, 2000, MIB])
-def test_the_watermark_counts_only_as_far_as_bytes_are_wanted(seen: int) -> None:
-    queued: list[Run] = []
-
-    class Link:
-        def copy_all(self, runs: Sequence[Run]) -> None:
-            queued.extend(runs)
-
-        def write_word(self, address: int, value: int) -> bool:
-            return True
-
-        def new_event(self) -> Passed:
-            raise AssertionError
-
-        def bind_thread(self) -> None:
-            raise AssertionError
-
-    lease: Any = HalfWritten(MIB, seen)
-    data = TensorData("uint8", (4 * MIB,), Inline(bytes(4 * MIB)))
-    request = RequestOpener("/dev/shm", [], Metrics()).request([])
-    source = LeaseSource(data, None, lease, 1 << 40, request)  # type: ignore[arg-type]
-    direct = DirectCopies(Link(), timeout_s=1.0, metrics=Metrics())
-
-    def run(reading: Reading) -> None:
-        begun: list[LeaseSource] = []
-        try:
-            direct.follow(direct.copy([reading], begun, is_packed=True), begun)
-        finally:
-            direct.release_behind(begun)
-
-    run((source, 1000, MIB - 1001, 7))
-    assert queued == [Run(7, (1 << 40) + 1000, MIB - 1001)]
-    assert lease.handed_on == 1
-    with pytest.raises(MmcopyTimeoutError, match=f"{MIB} of {MIB + 1} bytes"):
-        run((source, MIB - 1, 2, 7))
-    assert (len(queued), lease.handed_on) == (1, 2)
-
-
 def test_an_error_releases_what_was_begun_and_leaves_the_rest(rig: Rig) -> None:
     rig.device.gate.clear()
-    whole, _ = rig.send(random_bytes(2 * MIB), random_bytes(7))
     given_up, writer = rig.unwritten(MIB)
+    sent = rig.sender.send_many([random_bytes(2 * MIB), random_bytes(7)], worker=rig.worker)
+    request = rig.open(*sent, given_up)
     timer = threading.Timer(0.1, writer.abort)
     timer.start()
     dest = rig.dest(2 * MIB)
     at = dest.ctypes.data
     with pytest.raises(LeaseError, match="given up by its sender"):
-        rig.run([(whole, 0, 2 * MIB, at), (given_up, 5, 10, at)])
+        rig.run(request, [(0, 0, 2 * MIB, at), (2, 5, 10, at)])
     timer.join()
     del writer
     rig.close_requests("released")
@@ -294,9 +234,9 @@ def test_leases_of_copies_that_do_not_end_are_kept_until_they_do(
     rig = impatient
     rig.device.gate.clear()
     for num_leases in (3, 2):
-        sources = rig.send(*(random_bytes(1000, n) for n in range(num_leases)))
+        request = rig.send(*(random_bytes(1000, n) for n in range(num_leases)))
         dest = rig.dest(1000).ctypes.data
-        rig.run([(source, 0, 1000, dest) for source in sources])
+        rig.run(request, [(n, 0, 1000, dest) for n in range(num_leases)])
         rig.close_requests("received")
     said = "copies out of an arena have not ended within 0.1 s: {} leases are kept until they have"
     assert settle(lambda: [r.getMessage() for r in caplog.records] == [said.format(3), said.format(2)])
@@ -309,22 +249,16 @@ def test_leases_of_copies_that_do_not_end_are_kept_until_they_do(
 def test_late_leases_go_back_at_the_latest_with_close(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig = impatient
     rig.device.gate.clear()
-    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    rig.run(rig.send(random_bytes(1000)), [(0, 0, 1000, rig.dest(1000).ctypes.data)])
     assert settle(lambda: len(caplog.records) == 1)
 
 
 def test_a_broken_device_reads_no_lease_any_more(impatient: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig = impatient
     rig.device.gate.clear()
-    rig.run([(source, 0, 1000, rig.dest(1000).ctypes.data) for source in rig.send(random_bytes(1000))])
+    rig.run(rig.send(random_bytes(1000)), [(0, 0, 1000, rig.dest(1000).ctypes.data)])
     assert rig.leases_out == 1
     rig.device.events[0].broken = True
     assert settle(lambda: rig.leases_out == 0)
     assert "asking for the end of copies" in caplog.text
     caplog.clear()  # its traceback keeps the lease
-
-
-def test_runs_merge_only_over_the_same_small_gap() -> None:
-    runs = [Run(0, 1000, 100), Run(256, 1256, 10), Run(266, 1266, 4), Run(600, 1700, 5), Run(605, 1705, 5)]
-    assert merge_runs(runs, max_gap_bytes=255) == [Run(0, 1000, 270), Run(600, 1700, 10)]
-    assert merge_runs(runs, max_gap_bytes=0) == [Run(0, 1000, 100), Run(256, 1256, 14), Run(600, 1700, 10)]

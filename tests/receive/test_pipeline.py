@@ -210,8 +210,8 @@ def test_an_error_while_copying_stops_the_threads(rig: Callable[..., Rig], shm_d
         def unlink(self, why: str = "received") -> None:
             raise MmcopyError("on purpose")
 
-    failing = Failing(RequestOpener(str(shm_dir), ["mmcopy-"], Metrics()), request.items)
-    failing.sources, failing.sizes = request.sources, request.sizes
+    failing = Failing(request.native, request.items, Metrics())
+    failing.sizes = request.sizes
     with pytest.raises(MmcopyError, match="on purpose"):
         it.run(failing)
     assert it.ring.num_free == 4

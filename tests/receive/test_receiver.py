@@ -211,7 +211,7 @@ def test_files_of_other_programs_are_neither_read_nor_removed(receiver: Receiver
     foreign = shm_dir / "psm_1234"
     foreign.write_bytes(b"12345678")
     with pytest.raises(
-        PayloadError, match=r"'psm_1234' is refused: accepted names begin with smg-tokenspeed-, mmcopy-"
+        PayloadError, match=r'"psm_1234" is refused: accepted names begin with smg-tokenspeed-, mmcopy-'
     ):
         receiver.receive(handle_to(shm_dir, "psm_1234"))
     assert receiver.release(handle_to(shm_dir, "psm_1234")) == 0

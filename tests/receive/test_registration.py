@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mmcopy.receive.cuda import registration
-from mmcopy.receive.in_place import Run
 
 PART = 4096
 BASE = 10 * PART + 512
@@ -42,38 +39,6 @@ class Runtime:
     def hostUnregister(self, address: int) -> None:
         if self.registered.pop(address, None) is None:
             raise self.CUDARuntimeError("not registered")
-
-    def copy(self, run: Run) -> None:
-        """A copy's source has to lie in one registration."""
-        if not any(a <= run.source and run.source + run.nbytes <= a + n for a, n in self.registered.items()):
-            raise self.CUDARuntimeError("invalid argument")
-
-
-@given(start=st.integers(0, 5 * PART), nbytes=st.integers(1, 5 * PART), dest=st.integers(0, 1 << 40))
-def test_split_copies_can_be_made_and_are_the_same_bytes(start: int, nbytes: int, dest: int) -> None:
-    runtime = Runtime()
-    parts = registration.register(runtime, BASE, 10 * PART, 8, should_stop=lambda: False)
-    assert sum(length for _, length in parts) == 10 * PART
-    whole = Run(dest, BASE + start, nbytes)
-    pieces = registration.split_runs([whole])
-    at = 0
-    for piece in pieces:
-        runtime.copy(piece)
-        assert (piece.dest, piece.source) == (dest + at, whole.source + at)
-        at += piece.nbytes
-    assert at == nbytes
-    if len(pieces) > 1:
-        with pytest.raises(Runtime.CUDARuntimeError):
-            runtime.copy(whole)
-    registration.unregister(runtime, parts)
-    assert not runtime.registered
-
-
-def test_only_what_has_to_be_cut_is_cut() -> None:
-    inside = Run(5, 20 * PART, PART)
-    runs = [inside, Run(90000, 21 * PART - 1, 2)]
-    assert registration.split_runs([inside]) == [inside]
-    assert registration.split_runs(runs) == [inside, Run(90000, 21 * PART - 1, 1), Run(90001, 21 * PART, 1)]
 
 
 @pytest.mark.parametrize("refuse_at", [0, 1, 5])

@@ -298,7 +298,7 @@ def test_a_rank_without_the_arena_is_one_that_cannot_reach_the_lease(sender: Sen
     request.open_reachable()
     assert [type(error) for error in request.missing.values()] == [LeaseUnknownArenaError]
     assert list(request.missing) == [1]
-    assert len(request.sources) == 1
+    assert request.sizes == (1,)
     request.close("received")
     assert side.receiver.receive(data).tobytes() == random_bytes(1000).tobytes()
 

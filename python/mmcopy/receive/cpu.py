@@ -13,7 +13,7 @@ import numpy as np
 from mmcopy.errors import DeviceError, DeviceMemoryError, MissingDependencyError
 from mmcopy.tensors import TensorData
 
-from .plan import Layout, Windows, extents, scatter
+from .plan import Layout, Windows, native_extents, scatter
 from .request import ByteArray, Request
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _HostDestination:
     def receive(self, request: Request, out: Sequence[Any] | None = None) -> list[Any]:
         """The request's tensors: new arrays, or ``out``, checked by :meth:`check_out`. Blocks until all is there."""
         arrays = [self.new(item) for item in request.items] if out is None else list(out)
-        self.fill(request, scatter(tuple(request.sizes)), arrays)
+        self.fill(request, scatter(request.sizes), arrays)
         return arrays
 
     def fill(self, request: Request, layout: Layout, bases: Sequence[Any], windows: Windows | None = None) -> None:
@@ -39,11 +39,9 @@ class _HostDestination:
 
         Blocks until they are there. Bytes between tensors stay as they are. The segments are unlinked.
         """
-        flat = [self.flat(base) for base in bases]
+        spans = [self.span(base) for base in bases]
         request.unlink()
-        for source, base, _, source_start, dest_start, nbytes in extents(layout, windows):
-            dst = flat[base][dest_start : dest_start + nbytes]
-            request.sources[source].read_into(dst, start=source_start, num_threads=self._num_threads)
+        request.native.read(native_extents(layout, windows), spans, num_threads=self._num_threads)
 
     def check_out(self, items: Sequence[TensorData], out: Sequence[object]) -> None:
         """Raise :class:`DeviceError` unless each of ``out`` can take its item's bytes as it is."""
@@ -61,7 +59,8 @@ class _HostDestination:
     def new(self, data: TensorData) -> Any:
         raise NotImplementedError
 
-    def flat(self, array: Any) -> ByteArray:
+    def span(self, array: Any) -> ByteArray | tuple[int, int]:
+        """The array's memory: flat bytes, or address and bytes."""
         raise NotImplementedError
 
     def problem(self, data: TensorData, array: Any) -> str:
@@ -82,7 +81,7 @@ class NumpyDestination(_HostDestination):
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than can be addressed
             raise _no_room(f"{data.dtype} {list(data.shape)}", data.nbytes) from error
 
-    def flat(self, array: np.ndarray[Any, Any]) -> ByteArray:
+    def span(self, array: np.ndarray[Any, Any]) -> ByteArray:
         return array.reshape(-1).view(np.uint8)
 
     def problem(self, data: TensorData, array: object) -> str:
@@ -127,10 +126,8 @@ class TorchDestination(_HostDestination):
         except (RuntimeError, TypeError) as error:  # TypeError: more bytes than can be addressed
             raise _no_room("a packed buffer", nbytes) from error
 
-    def flat(self, array: torch.Tensor) -> ByteArray:
-        # Shares the tensor's memory: it is contiguous.
-        flat: ByteArray = array.detach().reshape(-1).view(self._torch.uint8).numpy()
-        return flat
+    def span(self, array: torch.Tensor) -> tuple[int, int]:
+        return array.data_ptr(), array.nbytes  # it is contiguous
 
     def problem(self, data: TensorData, array: object) -> str:
         torch = self._torch

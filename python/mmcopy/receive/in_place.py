@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from mmcopy._native import Extents, KeptLeases
 from mmcopy.metrics import Counter, Metrics
 
 from .plan import ALIGN_BYTES
-from .request import LeaseSource
+from .request import Request, count_given_back
 from .staging import CopyEvent
 
-__all__ = ["DirectCopies", "Reading", "Run", "merge_runs"]
+__all__ = ["PART_BYTES", "DirectCopies", "DirectLink", "Growing", "Run"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +40,23 @@ _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 256 << 10, 4 << 20
 much behind the last byte; between them so much that copies run at the link's speed (of 1 MiB a tenth slower)."""
 
 
-Reading: TypeAlias = tuple[LeaseSource, int, int, int]
-"""A lease, the first of its bytes that are wanted, how many, and the address that they go to."""
+PART_BYTES = 1 << 30
+"""Memory is registered in parts that end at multiples of this address, and CUDA refuses one copy out of two
+registrations (cudaErrorInvalidValue): copies are cut there, whosever memory they read."""
 
+Run: TypeAlias = tuple[int, int, int]
+"""A copy: its destination's and its source's address, and its bytes."""
 
-class Run(NamedTuple):
-    """``nbytes`` from ``source`` to ``dest``, both addresses."""
-
-    dest: int
-    source: int
-    nbytes: int
+Growing: TypeAlias = tuple[int, int, int, int]
+"""A part of a lease that is still being written: the open item, the first of its bytes that are wanted, how many, and
+the address that they go to."""
 
 
 class _Behind(NamedTuple):
     """Leases that go back when ``event`` has happened, which is waited for until ``deadline``."""
 
     event: CopyEvent
-    sources: Sequence[LeaseSource]
+    leases: KeptLeases
     deadline: float
 
     def has_happened(self) -> bool:
@@ -82,25 +83,6 @@ class DirectLink(Protocol):
         """Called once on a thread that asks for events."""
 
 
-def merge_runs(runs: Iterable[tuple[int, int, int]], *, max_gap_bytes: int) -> list[Run]:
-    """Copies (dest, source, nbytes) that follow each other on both sides, with the same gap of at most
-    ``max_gap_bytes``, as one.
-
-    The gap is copied, too: on the destination's side nothing else may lie in it.
-    """
-    merged: list[Run] = []
-    rest = iter(runs)
-    dest, source, nbytes = next(rest, (0, 0, 0))
-    for next_dest, next_source, next_nbytes in rest:
-        gap = next_source - source - nbytes
-        if 0 <= gap <= max_gap_bytes and next_dest - dest - nbytes == gap:
-            nbytes += gap + next_nbytes
-        else:
-            merged.append(Run(dest, source, nbytes))
-            dest, source, nbytes = next_dest, next_source, next_nbytes
-    return [*merged, Run(dest, source, nbytes)] if nbytes else merged
-
-
 class DirectCopies:
     """Queues direct copies, and releases behind them, on one link. Several threads may use it at once.
 
@@ -116,56 +98,50 @@ class DirectCopies:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def copy(self, readings: Iterable[Reading], begun: list[LeaseSource], *, is_packed: bool) -> list[Reading]:
-        """Queue the copies of everything that is written; return the readings that are for :meth:`follow`.
+    def copy(self, request: Request, extents: Extents, addresses: Sequence[int], *, is_packed: bool) -> list[Growing]:
+        """Queue the copies of everything in ``extents`` that is written; return what is for :meth:`follow`.
 
-        ``is_packed``: a copy may write anything to the bytes between neighbouring tensors. ``begun`` gets the leases
-        that copies read from now on; in any case call :meth:`release_behind` with it in the end. Never blocks.
+        ``addresses`` are those of the bases. ``is_packed``: a copy may write anything to the bytes between neighbouring
+        tensors. In any case call :meth:`release_behind` in the end. Never blocks.
         """
-        whole: list[tuple[int, int, int]] = []
-        growing: list[Reading] = []
-        for reading in readings:
-            source, start, nbytes, dest = reading
-            if source.lease.written() >= start + nbytes:
-                whole.append((dest, source.address + start, nbytes))
-                begun.append(source)
-            else:
-                growing.append(reading)
-        self._link.copy_all(merge_runs(whole, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0))
+        runs, growing = request.native.runs(
+            extents, addresses, max_gap_bytes=ALIGN_BYTES - 1 if is_packed else 0, part_bytes=PART_BYTES
+        )
+        self._link.copy_all(runs)
         return growing
 
-    def follow(self, growing: Iterable[Reading], begun: list[LeaseSource]) -> None:
+    def follow(self, request: Request, growing: Iterable[Growing]) -> None:
         """Queue the copies of leases that are still being written, step by step.
 
-        Blocks while senders write, up to the last byte that is wanted and no further. Raises as
-        :meth:`LeaseSource.wait`.
+        Blocks while senders write, up to the last byte that is wanted and no further. Raises :class:`LeaseError` and,
+        at the receive's limit, :class:`MmcopyTimeoutError`.
         """
-        for source, start, nbytes, dest in growing:
-            begun.append(source)
+        for item, start, nbytes, dest in growing:
             done = 0
             while done < nbytes:
                 step = min(_MOST_STEP_BYTES, max(_LEAST_STEP_BYTES, min(done, nbytes - done) // 4))
-                there = min(nbytes, source.wait(start + min(nbytes, done + step)) - start)
-                self._link.copy_all([Run(dest + done, source.address + start + done, there - done)])
-                done = there
+                part = (item, start + done, nbytes - done, dest + done)
+                there, runs = request.native.follow(part, step, part_bytes=PART_BYTES)
+                self._link.copy_all(runs)
+                done += there
 
-    def release_behind(self, begun: Sequence[LeaseSource]) -> None:
-        """Release each lease behind what is queued; once, however many copies read it.
+    def release_behind(self, request: Request) -> None:
+        """Release each lease that copies read behind what is queued; once, however many copies read it.
 
         Call it when no further copy out of these leases will be queued. Never blocks.
         """
-        sources = list(dict.fromkeys(begun))
+        flags = request.native.flags()
         written = 0
-        if len(sources) <= _MOST_FLAGS_BY_STREAM:
-            for source in sources:
-                if not self._link.write_word(*source.lease.release_flag):
+        if len(flags) <= _MOST_FLAGS_BY_STREAM:
+            for address, value in flags:
+                if not self._link.write_word(address, value):
                     break
-                source.lease.defer_release()
                 written += 1
-        if written:
-            self._metrics.count(Counter.LEASES_RELEASED, "received", written)
-        if written < len(sources):
-            self._release_on_event(self._link.new_event(), sources[written:])
+            if written:
+                request.native.flags_written(written)
+                self._metrics.count(Counter.LEASES_RELEASED, "received", written)
+        if written < len(flags):
+            self._release_on_event(self._link.new_event(), request.native.keep())
 
     def close(self, deadline: float) -> None:
         """End the thread, if there is one. All copies that were queued must have happened."""
@@ -176,11 +152,9 @@ class DirectCopies:
         if thread is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _release_on_event(self, event: CopyEvent, sources: Sequence[LeaseSource]) -> None:
-        for source in sources:
-            source.is_kept = True
+    def _release_on_event(self, event: CopyEvent, leases: KeptLeases) -> None:
         with self._changed:
-            self._behind.append(_Behind(event, sources, time.monotonic() + self._timeout_s))
+            self._behind.append(_Behind(event, leases, time.monotonic() + self._timeout_s))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="mmcopy-release", daemon=True)
                 self._thread.start()
@@ -207,10 +181,10 @@ class DirectCopies:
                     _log.warning(
                         "copies out of an arena have not ended within %g s: %d leases are kept until they have",
                         self._timeout_s,
-                        len(behind.sources),
+                        len(behind.leases),
                     )
             if is_over:
                 return
 
     def _release(self, behind: _Behind) -> None:
-        self._metrics.count(Counter.LEASES_RELEASED, "received", sum(source.release() for source in behind.sources))
+        count_given_back(self._metrics, behind.leases.release(), "received")

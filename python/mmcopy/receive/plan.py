@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from mmcopy._native import ChunkTable, Extents
 from mmcopy.tensors import TensorData
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "Windows",
     "chunk_bytes_for",
     "extents",
+    "native_extents",
     "pack",
     "place",
     "plan_chunks",
@@ -100,13 +102,20 @@ class CopyPlan:
     """How the extents of one request get to the device.
 
     ``in_place`` are copied from where they are. The others are staged: ``staged`` are their tensors, which ``fills``
-    refer to by their index in it, and ``copies[i]`` are the device copies that chunk ``i`` makes possible.
+    refer to by their index in it, and ``copies[i]`` are the device copies that chunk ``i`` makes possible. ``direct``
+    and ``table`` are ``in_place`` and ``fills`` for native calls.
     """
 
     in_place: tuple[Extent, ...]
     staged: tuple[int, ...]
     fills: tuple[SlotFill, ...]
     copies: tuple[tuple[SlotCopy, ...], ...]
+    direct: Extents = field(init=False, compare=False, repr=False)
+    table: ChunkTable = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "direct", Extents(self.in_place))
+        object.__setattr__(self, "table", ChunkTable(self.staged, self.fills))
 
     @property
     def num_chunks(self) -> int:
@@ -170,6 +179,12 @@ def extents(layout: Layout, windows: Windows | None = None) -> tuple[Extent, ...
         for n in order
         if (at := max(starts[n], first)) < (stop := min(starts[n] + sizes[n], last))
     )
+
+
+@functools.lru_cache(maxsize=32)
+def native_extents(layout: Layout, windows: Windows | None = None) -> Extents:
+    """:func:`extents` for native calls."""
+    return Extents(extents(layout, windows))
 
 
 @functools.lru_cache(maxsize=64)

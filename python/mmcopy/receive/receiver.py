@@ -33,7 +33,7 @@ from mmcopy.tensors import ShmHandle, TensorData
 from .cpu import NumpyDestination, TorchDestination
 from .group import ParallelOptions
 from .pending import PendingReceive
-from .request import LeaseSource, Request, RequestOpener, flatten, totals_by_path, values_of
+from .request import Request, RequestOpener, flatten, values_of
 from .staging import StagingOptions
 
 if TYPE_CHECKING:
@@ -297,18 +297,14 @@ class Receiver:
         request = self._opener.request([item])
         try:
             request.open_all()
-            (source,) = request.sources
-            assert isinstance(source, LeaseSource)
-            memory = source.native
-            source.lease.release_when_dropped()
-            source.is_kept = True
+            lease = request.native.take_lease(0)
         except MmcopyError as error:
             self.metrics.count(Counter.RECEIVE_FAILURES, type(error).__name__)
             raise
         finally:
             request.close("released")
-        self._count([item])
-        return np.frombuffer(memory, numpy_dtype(item.dtype)).reshape(item.shape)
+        self._count(request)
+        return np.frombuffer(lease, numpy_dtype(item.dtype)).reshape(item.shape)
 
     def release(
         self,
@@ -423,11 +419,11 @@ class Receiver:
         finally:
             with self._stage(Stage.CLOSE):
                 request.close(why)
-        self._count(items if owners is None else [i for i, t in zip(items, tensors, strict=True) if t is not None])
+        self._count(request, None if owners is None else [n for n, t in enumerate(tensors) if t is not None])
         return tensors
 
-    def _count(self, received: Iterable[TensorData]) -> None:
-        for path, (count, nbytes) in totals_by_path(received).items():
+    def _count(self, request: Request, received: list[int] | None = None) -> None:
+        for path, count, nbytes in request.native.totals(received):
             self.metrics.count(Counter.TENSORS_RECEIVED, path, count)
             self.metrics.count(Counter.BYTES_RECEIVED, path, nbytes)
 

@@ -204,14 +204,6 @@ class Filling:
         self._metrics = pipeline.metrics
         self._plan = plan
         self._request = request
-        sources = [request.sources[n] for n in plan.staged]
-        self._sources = [source.native for source in sources]
-        self._fills: Sequence[tuple[int, int, int, int, int]] = plan.fills
-        if any(source.offset for source in sources):
-            self._fills = [
-                (chunk, source, sources[source].offset + start, slot_start, nbytes)
-                for chunk, source, start, slot_start, nbytes in plan.fills
-            ]
         self._deadline = deadline
         self._permitted = 0
         self._slots: list[Slot] = []
@@ -221,7 +213,9 @@ class Filling:
         self._slots = self._ring.take(self._plan.num_chunks, self._deadline)
         if self._plan.num_chunks > 1:
             try:
-                self._job = self._pool.start(self._sources, [slot.buffer for slot in self._slots], self._fills)
+                self._job = self._pool.start(
+                    self._request.native, [slot.buffer for slot in self._slots], self._plan.table
+                )
                 self._permit_idle(0)
             except BaseException:
                 self.__exit__()
@@ -259,7 +253,7 @@ class Filling:
         slot = self._slots[0]
         if not slot.is_idle():
             self._wait_idle(slot)
-        self._pool.copy_now(self._sources, slot.buffer, self._fills)
+        self._pool.copy_now(self._request.native, slot.buffer, self._plan.table)
         return 1
 
     def _wait(self, job: CopyJob, chunk: int) -> int:

@@ -89,7 +89,7 @@ fn giving_up_tells_those_who_read_and_waits_for_them() {
     lease.abort();
     assert!(lease.is_over());
     let gave_up = ArenaError::Aborted { name: claim.handle().name(), written_nbytes: 0, nbytes: 1000 };
-    assert_eq!(fault(map.wait_written(&claim, 1, LIMIT)), gave_up);
+    assert_eq!(fault(map.wait_written(&claim, 1, LIMIT, &|| false)), gave_up);
     assert_eq!(fault(map.written(&claim)), gave_up);
     assert!(matches!(lease.commit(), Err(Error::Closed { .. })));
     assert!(matches!(lease.write(Source::from_slice(&[0; 1000]), None, threads(1)), Err(Error::Closed { .. })));
@@ -211,7 +211,7 @@ fn a_sender_that_goes_fails_what_waits_for_it_and_leaves_what_is_there() {
     let lease = arena.take(&[1000], &[slot], LIMIT).unwrap().remove(0);
     let half = map.claim(lease.handle()).unwrap();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| fault(map.wait_written(&half, 1000, LIMIT)));
+        let waiting = scope.spawn(|| fault(map.wait_written(&half, 1000, LIMIT, &|| false)));
         std::thread::sleep(Duration::from_millis(5));
         drop(link);
         let gone = waiting.join().unwrap();
@@ -220,7 +220,7 @@ fn a_sender_that_goes_fails_what_waits_for_it_and_leaves_what_is_there() {
     std::mem::forget(lease); // as when the process has died
     drop(arena);
     assert_eq!(read(&map, &whole), [5; 500]);
-    assert_eq!(map.wait_written(&whole, 500, Duration::ZERO), Ok(500));
+    assert_eq!(map.wait_written(&whole, 500, Duration::ZERO, &|| false), Ok(500));
 }
 
 #[test]

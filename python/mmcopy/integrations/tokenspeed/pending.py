@@ -58,17 +58,17 @@ class AttachedRequest(Request):
     __slots__ = ("_pending",)
 
     def __init__(self, opener: RequestOpener, pending: Sequence[Pending]) -> None:
-        super().__init__(opener, [each.data for each in pending])
+        items = [each.data for each in pending]
+        super().__init__(opener.native.request(items), items, opener.metrics)
         self._pending = pending
 
     def open_reachable(self) -> None:
-        for n, (item, each) in enumerate(zip(self.items, self._pending, strict=True)):
-            payload = item.payload
-            if isinstance(payload, Inline):
-                self.add_inline(item, payload)
-                continue
-            segment = each.handle.detach() if each.handle is not None else None
-            if segment is None:
-                self.missing[n] = SegmentNotFoundError(f"segment {payload.name!r} is not attached on this rank")
-            else:
-                self.add_segment(item, segment)
+        segments = [
+            each.handle.detach() if each.handle is not None and isinstance(each.data.payload, ShmHandle) else None
+            for each in self._pending
+        ]
+        for n in self.native.open_attached(segments):
+            handle = self._pending[n].handle
+            assert handle is not None
+            self.missing[n] = SegmentNotFoundError(f"segment {handle.shm_name!r} is not attached on this rank")
+        self._look()

@@ -9,15 +9,15 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmcopy._native import CopyPool
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import DeviceError, DeviceMemoryError
 from mmcopy.metrics import Metrics
-from mmcopy.receive.in_place import DirectCopies, Reading
+from mmcopy.receive.in_place import DirectCopies, Growing
 from mmcopy.receive.plan import CopyPlan, Layout, Windows, pack, plan_copies, scatter, views_into
-from mmcopy.receive.request import LeaseSource, Request
+from mmcopy.receive.request import Request
 from mmcopy.receive.staging import Filling, Pipeline, Slot, StagingOptions, StagingRing, wait_for_event
 from mmcopy.tensors import TensorData
 
@@ -83,12 +83,12 @@ class CudaDestination:
         Blocking: until every byte has left the sources; the last copies may still run.
         Stream: safe on the caller's current stream.
         """
-        sizes = tuple(request.sizes)
+        sizes = request.sizes
         if out is not None:
             self.fill(request, scatter(sizes), out)
             return list(out)
         # Leases first, side by side as their sender laid them: they stay one copy.
-        layout = pack(sizes, () if len(request.leases) in (0, len(sizes)) else tuple(request.leases))
+        layout = pack(sizes, () if len(request.leases) in (0, len(sizes)) else request.leases)
         plan = self._plan(request, layout, None)
         with self._on_device(), self._filling(plan, request) as filling:
             base = self._allocate(layout.nbytes, request.items)
@@ -169,37 +169,25 @@ class CudaDestination:
         # The allocator may hand out memory that earlier work on the caller's stream still uses, and `out` may
         # still be read there.
         self.copy_stream.wait_for(caller)
-        begun: list[LeaseSource] = []
+        growing: list[Growing] = []
         try:
             try:
-                growing = self._queue_in_place(request, plan, addresses, begun, is_packed=is_packed)
+                if plan.in_place:
+                    growing = self._direct.copy(request, plan.direct, addresses, is_packed=is_packed)
                 if filling is not None:
                     filling.send(addresses)
                 request.unlink()
                 if growing:
-                    self._direct.follow(growing, begun)
+                    self._direct.follow(request, growing)
             finally:
-                if begun:
-                    self._direct.release_behind(begun)
+                if plan.in_place:
+                    self._direct.release_behind(request)
         except self._cuda.runtime.CUDARuntimeError as error:
             raise DeviceError(f"cuda:{self._index} refused a copy: {error}") from error
         finally:
             # On success this orders the caller's work after the copies; on failure it keeps the tensors' memory
             # from being handed out while a copy still writes to it.
             self.copy_stream.release(caller)
-
-    def _queue_in_place(
-        self, request: Request, plan: CopyPlan, addresses: Sequence[int], begun: list[LeaseSource], *, is_packed: bool
-    ) -> list[Reading]:
-        """Queue the copies out of arenas; return those that are for :meth:`DirectCopies.follow`."""
-        if not plan.in_place:
-            return []
-        sources: list[Any] = request.sources
-        readings = (
-            (sources[source], start, nbytes, addresses[base] + dest_start)
-            for source, base, _, start, dest_start, nbytes in plan.in_place
-        )
-        return self._direct.copy(readings, begun, is_packed=is_packed)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:

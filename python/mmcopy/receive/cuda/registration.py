@@ -12,26 +12,22 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mmcopy._native import ArenaMap
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import MmcopyError
-from mmcopy.receive.in_place import Run
+from mmcopy.receive.in_place import PART_BYTES
 from mmcopy.receive.staging import CopyEvent
 
 __all__ = [
-    "PART_BYTES",
     "ArenaRegistry",
     "register",
-    "split_runs",
     "unregister",
 ]
 
 _log = logging.getLogger(__name__)
-
-PART_BYTES = 1 << 30
 
 
 def register(
@@ -63,20 +59,6 @@ def unregister(runtime: Any, parts: Iterable[tuple[int, int]]) -> None:
             runtime.hostUnregister(address)
         except runtime.CUDARuntimeError as error:
             _log.warning("letting go of %d bytes of an arena: %s", nbytes, error)
-
-
-def split_runs(runs: Sequence[Run]) -> Sequence[Run]:
-    """The same copies, none out of two parts."""
-    for run in runs:
-        if run.source // PART_BYTES != (run.source + run.nbytes - 1) // PART_BYTES:
-            break
-    else:
-        return runs
-    return [
-        Run(run.dest + (source - run.source), source, nbytes)
-        for run in runs
-        for source, nbytes in _parts(run.source, run.nbytes)
-    ]
 
 
 def _parts(address: int, nbytes: int) -> list[tuple[int, int]]:

@@ -13,8 +13,6 @@ from mmcopy.errors import DeviceError, MissingDependencyError
 from mmcopy.receive.in_place import Run
 from mmcopy.receive.staging import Slot
 
-from .registration import split_runs
-
 __all__ = ["CopyStream", "CudaInterfaces", "Event", "find_cuda"]
 
 _log = logging.getLogger(__name__)
@@ -125,8 +123,7 @@ class CopyStream:
         self.runtime.memcpyAsync(dst, src, nbytes, self._host_to_device, self._pointer)
 
     def copy_all(self, runs: Sequence[Run]) -> None:
-        """Queue copies out of registered memory, in any order among themselves."""
-        runs = split_runs(runs)
+        """Queue copies out of registered memory, none of them out of two registrations, in any order."""
         if len(runs) < _FEWEST_BATCHED or not self.copy_batch(runs):
             for run in runs:
                 self.copy(*run)
@@ -138,9 +135,9 @@ class CopyStream:
             return False
         driver = self.driver
         result, *_ = driver.cuMemcpyBatchAsync(
-            [driver.CUdeviceptr(run.dest) for run in runs],
-            [driver.CUdeviceptr(run.source) for run in runs],
-            [run.nbytes for run in runs],
+            [driver.CUdeviceptr(dest) for dest, _, _ in runs],
+            [driver.CUdeviceptr(source) for _, source, _ in runs],
+            [nbytes for _, _, nbytes in runs],
             len(runs),
             [self._attributes],
             [0],

@@ -171,7 +171,7 @@ class CollectiveReceive:
         self._metrics.count(Counter.GROUP_RECEIVES, "owned")
         turn.request.unlink()
         transfers = plan_transfers([item.nbytes for item in turn.items], owners, reachable)
-        sources = turn.request.by_item()
+        parts: dict[int, int | TensorData] = {**turn.request.by_item()}
         if transfers:
             buffers: list[tuple[Transfer, Any]] = []
 
@@ -180,7 +180,7 @@ class CollectiveReceive:
                     if rank in (transfer.source, transfer.owner):
                         buffers.append((transfer, host_buffer(transfer.nbytes)))
                     if rank == transfer.source:
-                        read_for(transfer, sources, buffers[-1][1])
+                        read_for(transfer, turn.request, buffers[-1][1])
 
             self._say_how(turn, replace(opening, step=READY_STEP), fill, deadline)
             self.group.transfer(
@@ -190,10 +190,10 @@ class CollectiveReceive:
             )
             for transfer, buffer in buffers:
                 if transfer.owner == rank:
-                    sources.update(arrived(transfer, turn.items, buffer))
+                    parts.update(arrived(transfer, turn.items, buffer))
         own = [n for n, owner in enumerate(owners) if owner == rank]
-        mine = [sources.get(n) or nothing(turn.items[n]) for n in own]
-        tensors = self._destination.receive(turn.request.select(mine))
+        mine = [parts[n] if n in parts else nothing(turn.items[n]) for n in own]
+        tensors = self._destination.receive(turn.request.select(mine, [turn.items[n] for n in own]))
         by_item = dict(zip(own, tensors, strict=True))
         return [by_item.get(n) for n in range(len(owners))]
 
@@ -238,7 +238,7 @@ class CollectiveReceive:
     def _read(self, turn: _Turn, plan: GroupPlan) -> None:
         request = turn.request
         starts = [start for n, start in enumerate(plan.starts) if n not in request.missing]
-        layout = place(tuple(request.sizes), tuple(starts))
+        layout = place(request.sizes, tuple(starts))
         self._destination.fill(request, layout, [turn.base], tuple(plan.windows(self.group.rank)))
 
     def _say_how(self, turn: _Turn, ready: Digest, read: Callable[[], None], deadline: float) -> None:

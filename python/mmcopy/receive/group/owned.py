@@ -5,14 +5,15 @@ The pure half says who sends what to whom: one packed message for each pair of s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmcopy._native import Extents
 from mmcopy.config import default_num_threads
 from mmcopy.errors import DeviceMemoryError
-from mmcopy.receive.plan import pack
-from mmcopy.receive.request import InlineSource, Source
+from mmcopy.receive.plan import Extent, pack
+from mmcopy.receive.request import Request
 from mmcopy.tensors import Inline, TensorData
 
 if TYPE_CHECKING:
@@ -60,26 +61,24 @@ def host_buffer(nbytes: int) -> torch.Tensor:
         raise DeviceMemoryError(f"the host has no room for a message: wanted {nbytes} bytes") from error
 
 
-def nothing(data: TensorData) -> Source:
-    """The source of an empty tensor whose segment is elsewhere."""
-    payload = Inline(b"")
-    return InlineSource(TensorData(data.dtype, data.shape, payload), payload)
+def nothing(data: TensorData) -> TensorData:
+    """An empty tensor whose segment is elsewhere."""
+    return TensorData(data.dtype, data.shape, Inline(b""))
 
 
-def read_for(transfer: Transfer, sources: Mapping[int, Source], buffer: torch.Tensor) -> None:
+def read_for(transfer: Transfer, request: Request, buffer: torch.Tensor) -> None:
     """Fill the message's ``buffer`` on its source. Blocks; raises what reading raises."""
-    flat = buffer.numpy()
-    for item, start in zip(transfer.items, transfer.starts, strict=True):
-        source = sources[item]
-        source.read_into(flat[start : start + source.data.nbytes], num_threads=default_num_threads())
+    here = request.by_item()
+    wanted = [(here[item], start) for item, start in zip(transfer.items, transfer.starts, strict=True)]
+    extents = Extents([Extent(index, 0, 0, 0, start, request.sizes[index]) for index, start in wanted])
+    request.native.read(extents, [buffer.numpy()], num_threads=default_num_threads())
 
 
-def arrived(transfer: Transfer, items: Sequence[TensorData], buffer: torch.Tensor) -> dict[int, Source]:
+def arrived(transfer: Transfer, items: Sequence[TensorData], buffer: torch.Tensor) -> dict[int, TensorData]:
     """What the owner reads in place of the segments that it cannot reach, by item: parts of the message."""
     flat = memoryview(buffer.numpy())
-    sources: dict[int, Source] = {}
+    parts: dict[int, TensorData] = {}
     for item, start in zip(transfer.items, transfer.starts, strict=True):
         data = items[item]
-        payload = Inline(flat[start : start + data.nbytes])
-        sources[item] = InlineSource(TensorData(data.dtype, data.shape, payload), payload)
-    return sources
+        parts[item] = TensorData(data.dtype, data.shape, Inline(flat[start : start + data.nbytes]))
+    return parts
