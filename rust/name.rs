@@ -12,7 +12,8 @@ pub const PREFIX: &str = "mmcopy-";
 const ID_DIGITS: usize = 16;
 const LOCK_SUFFIX: &str = ".lock";
 
-/// One path component, safe to join to a directory.
+/// One path component, safe to join to a directory. Of the names that begin with [`PREFIX`] only those of segments: a peer
+/// that names a sender's lock file does not reach it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SegmentName(String);
 
@@ -30,6 +31,8 @@ impl SegmentName {
             "it has a NUL inside"
         } else if name.len() > MAX_NAME_BYTES {
             "it is longer than 255 bytes"
+        } else if name.starts_with(PREFIX) && OwnerId::of_segment(name).is_none() {
+            "it begins with \"mmcopy-\" and is not a segment's, which is \"mmcopy-<16 hex digits>-<digits>\""
         } else {
             return Ok(Self(name.to_owned()));
         };
@@ -73,9 +76,9 @@ impl OwnerId {
         SegmentName(format!("{PREFIX}{}{LOCK_SUFFIX}", self.0))
     }
 
-    /// Name of its sender's segment number `counter`.
-    pub fn segment_name(&self, counter: u64) -> SegmentName {
-        SegmentName(format!("{PREFIX}{}-{counter}", self.0))
+    /// Name of its sender's segment with this number.
+    pub fn segment_name(&self, number: u64) -> SegmentName {
+        SegmentName(format!("{PREFIX}{}-{number}", self.0))
     }
 
     /// The sender that a lock file of this name belongs to, when it is one of ours.
@@ -85,9 +88,9 @@ impl OwnerId {
 
     /// The sender that a segment of this name belongs to, when it is one of ours.
     pub fn of_segment(file_name: &str) -> Option<Self> {
-        let (id, counter) = file_name.strip_prefix(PREFIX)?.split_once('-')?;
-        let is_counter = !counter.is_empty() && counter.bytes().all(|byte| byte.is_ascii_digit());
-        is_counter.then(|| Self::parse(id))?
+        let (id, number) = file_name.strip_prefix(PREFIX)?.split_once('-')?;
+        let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+        is_number.then(|| Self::parse(id))?
     }
 
     fn parse(digits: &str) -> Option<Self> {
@@ -109,6 +112,8 @@ mod tests {
             ("///smg-tokenspeed-1-2-3", "smg-tokenspeed-1-2-3"),
             ("...", "..."),
             (".a", ".a"),
+            ("/mmcopy-0123456789abcdef-70", "mmcopy-0123456789abcdef-70"),
+            ("mmcopy", "mmcopy"),
             ("a b\n", "a b\n"),
             ("\u{e9}", "\u{e9}"),
         ] {
@@ -122,9 +127,26 @@ mod tests {
     fn bad_names_are_refused_with_the_name() {
         let too_long = "x".repeat(MAX_NAME_BYTES + 1);
         let too_long_in_bytes = "\u{e9}".repeat(128);
-        for given in
-            ["", "/", "//", ".", "..", "/..", "a/b", "../a", "a/", "a/..", "a\0", "\0", &too_long, &too_long_in_bytes]
-        {
+        for given in [
+            "",
+            "/",
+            "//",
+            ".",
+            "..",
+            "/..",
+            "a/b",
+            "../a",
+            "a/",
+            "a/..",
+            "a\0",
+            "\0",
+            &too_long,
+            &too_long_in_bytes,
+            "mmcopy-0123456789abcdef.lock",
+            "/mmcopy-0123456789abcdef.lock",
+            "mmcopy-",
+            "mmcopy-0123456789abcdef-1x",
+        ] {
             let error = SegmentName::parse(given).unwrap_err();
             assert!(matches!(&error, Error::Name { name, .. } if name == given), "{error:?}");
         }

@@ -4,33 +4,42 @@
 //! the end of a container all release it, and nobody ever has to guess from a process id, which means something else in
 //! another pid namespace. [`crate::sweep`] takes the locks of senders that are gone, and with them their segments.
 //!
+//! Half of a segment's number is random. In a world-writable directory another user could otherwise make files of all names
+//! that come next.
+//!
 //! A child made by `fork` shares the open file and with it the lock. It owns nothing: there `close` and dropping only
 //! close its copy of the descriptor. A child that keeps it open keeps the sender alive for others, so it should call
 //! [`Owner::forget`] at once.
 
+use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use crate::fork::Process;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::cast::Cast;
 use crate::entry::{self, Identity};
+use crate::fork::Process;
+use crate::memory::Source;
 use crate::name::{OwnerId, SegmentName};
-use crate::{Error, Result};
+use crate::{Error, Result, segment};
 
 /// How often a new id is tried: a collision of 64 random bits, or a sweep that comes between creating and locking.
 const ATTEMPTS: usize = 64;
+/// How many names are tried for one segment. Of a live sender's next names another user hits one by chance alone.
+const NAMES_A_SEGMENT: usize = 8;
 
 /// A live sender. Dropping it closes it.
 #[derive(Debug)]
 pub struct Owner {
     id: OwnerId,
-    lock_path: PathBuf,
+    shm_dir: PathBuf,
     _lock: OwnedFd,
     identity: Identity,
-    next: AtomicU64,
+    next: AtomicU32,
+    is_forgotten: AtomicBool,
     process: Process,
 }
 
@@ -46,10 +55,11 @@ impl Owner {
                 Ok((lock, identity)) => {
                     return Ok(Self {
                         id,
-                        lock_path,
+                        shm_dir: shm_dir.to_path_buf(),
                         _lock: lock,
                         identity,
-                        next: AtomicU64::new(0),
+                        next: AtomicU32::new(0),
+                        is_forgotten: AtomicBool::new(false),
                         process: Process::current(),
                     });
                 }
@@ -70,7 +80,19 @@ impl Owner {
         if self.is_inherited() {
             return Err(Error::Closed { what: format!("segment owner {}", self.id.as_str()) });
         }
-        Ok(self.id.segment_name(self.next.fetch_add(1, Ordering::Relaxed)))
+        let random = random_bits().map_err(|errno| Error::from_errno(errno, "getrandom", &self.shm_dir, 0))?;
+        let count = u64::from(self.next.fetch_add(1, Ordering::Relaxed));
+        Ok(self.id.segment_name(count << 32 | random >> 32))
+    }
+
+    /// Writes a segment under a new name, as [`segment::write`] does; its name and its bytes.
+    pub fn write(
+        &self,
+        source: Source<'_>,
+        cast: Option<Cast>,
+        num_threads: NonZeroUsize,
+    ) -> Result<(SegmentName, u64)> {
+        under_a_new_name(|| self.next_name(), |name| segment::write(&self.shm_dir, name, source, cast, num_threads))
     }
 
     /// Removes the lock file and lets go of the lock. Segments that nobody has consumed yet stay for their consumers;
@@ -79,10 +101,10 @@ impl Owner {
         drop(self);
     }
 
-    /// Closes the descriptor and touches nothing else: for a child after `fork`, or to die like a killed process.
-    pub fn forget(self) {
-        let mut kept_file = self;
-        kept_file.lock_path = PathBuf::new();
+    /// Dropping it closes the descriptor and touches nothing else: for a child after `fork`, or to die like a killed
+    /// process.
+    pub fn forget(&self) {
+        self.is_forgotten.store(true, Ordering::Relaxed);
     }
 
     fn is_inherited(&self) -> bool {
@@ -92,11 +114,28 @@ impl Owner {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if self.lock_path.as_os_str().is_empty() || self.is_inherited() {
+        if *self.is_forgotten.get_mut() || self.is_inherited() {
             return;
         }
         // A lock file that cannot be removed is a dead sender's from now on, and the next sweep's work.
-        let _ = entry::remove(&self.lock_path, self.identity);
+        let _ = entry::remove(&self.id.lock_name().path_in(&self.shm_dir), self.identity);
+    }
+}
+
+/// The first name under which there is no file yet, and the bytes written there.
+fn under_a_new_name(
+    mut next: impl FnMut() -> Result<SegmentName>,
+    mut write: impl FnMut(&SegmentName) -> Result<u64>,
+) -> Result<(SegmentName, u64)> {
+    let mut attempt = 0;
+    loop {
+        let name = next()?;
+        attempt += 1;
+        match write(&name) {
+            Ok(nbytes) => return Ok((name, nbytes)),
+            Err(Error::Exists { .. }) if attempt < NAMES_A_SEGMENT => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 

@@ -166,6 +166,7 @@ mod tests {
             let dead = Owner::create(shm.path()).unwrap();
             fs::write(dead.next_name().unwrap().path_in(shm.path()), b"12345").unwrap();
             dead.forget();
+            drop(dead);
         };
         let is_empty = || fs::read_dir(shm.path()).unwrap().count() == 0;
         leave();

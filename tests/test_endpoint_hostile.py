@@ -81,7 +81,7 @@ def expect_end(peer: socket.socket) -> str:
         (frame(PROBE_REPLY, 1, struct.pack("<iH", 0, 0)), "ProbeReply from a sender"),
         (frame(ACCEPTED, 1, bytes(8)), "Accepted from a sender"),
         (hello(), "Hello from a sender"),
-        (probe(b"mmcopy-x", nbytes=65), "a probe of 65 bytes, at most 64 are read"),
+        (probe(b"mmcopy-0000000000000000-1", nbytes=65), "a probe of 65 bytes, at most 64 are read"),
         (probe(b"\xff"), "name is not UTF-8"),
         (probe(b"x" * 1025), "name of 1025 bytes, at most 1024 allowed"),
         (bytes(2049), "a frame of more than 2048 bytes"),
@@ -96,13 +96,13 @@ def test_a_bad_frame_ends_the_connection_and_says_why(endpoint: WorkerEndpoint, 
         statistics = endpoint.statistics()
         assert statistics["faults"] == 1
         assert reason in str(statistics["last_fault"])
-        bystander.send(probe(b"mmcopy-x"))
+        bystander.send(probe(b"mmcopy-0000000000000000-1"))
         assert "no such segment" in reason_of(bystander.recv(4096))
 
 
 def test_nothing_is_answered_before_hello(endpoint: WorkerEndpoint) -> None:
     with connect(endpoint, known=False) as peer:
-        peer.send(probe(b"mmcopy-x"))
+        peer.send(probe(b"mmcopy-0000000000000000-1"))
         assert expect_end(peer) == "protocol error: Probe before Hello"
 
 
@@ -111,7 +111,7 @@ def test_descriptors_that_do_not_belong_are_closed(endpoint: WorkerEndpoint) -> 
     for count in (1, 3, 30):
         with connect(endpoint) as peer:
             passed = array.array("i", [write] * count)
-            peer.sendmsg([probe(b"mmcopy-x")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+            peer.sendmsg([probe(b"mmcopy-0000000000000000-1")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
             reason = expect_end(peer)
             assert f"{count} descriptors, 0 wanted" in reason or "descriptors were lost" in reason
     os.close(write)
@@ -128,23 +128,23 @@ def test_descriptors_that_do_not_belong_are_closed(endpoint: WorkerEndpoint) -> 
         (b"mmcopy-\0", "it has a NUL inside"),
         (b"passwd", "it does not begin with a prefix that this worker accepts"),
         (b"smg-tokenspeed-1-2-3", "it does not begin with a prefix"),
-        (b"mmcopy-missing", "no such segment"),
-        (b"mmcopy-fifo", "not a regular file but a FIFO"),
-        (b"mmcopy-link", "not a regular file but a symbolic link"),
-        (b"mmcopy-short", "wanted 4 bytes at offset 0, but the file has 3 bytes"),
+        (b"mmcopy-0000000000000001-1", "no such segment"),
+        (b"mmcopy-0000000000000002-1", "not a regular file but a FIFO"),
+        (b"mmcopy-0000000000000003-1", "not a regular file but a symbolic link"),
+        (b"mmcopy-0000000000000004-1", "wanted 4 bytes at offset 0, but the file has 3 bytes"),
     ],
 )
 def test_a_probe_reads_only_segments(endpoint: WorkerEndpoint, shm_dir: pathlib.Path, name: bytes, reason: str) -> None:
-    os.mkfifo(shm_dir / "mmcopy-fifo")
-    (shm_dir / "mmcopy-link").symlink_to("/etc/passwd")
-    (shm_dir / "mmcopy-short").write_bytes(b"abc")
+    os.mkfifo(shm_dir / "mmcopy-0000000000000002-1")
+    (shm_dir / "mmcopy-0000000000000003-1").symlink_to("/etc/passwd")
+    (shm_dir / "mmcopy-0000000000000004-1").write_bytes(b"abc")
     try:
         with connect(endpoint) as peer:
             peer.send(probe(name))
             assert reason in reason_of(peer.recv(4096))
-            peer.send(probe(b"mmcopy-short", offset=2**64 - 1))
+            peer.send(probe(b"mmcopy-0000000000000004-1", offset=2**64 - 1))
             assert "offset 18446744073709551615" in reason_of(peer.recv(4096))
-            peer.send(probe(b"mmcopy-short", offset=1, nbytes=2))
+            peer.send(probe(b"mmcopy-0000000000000004-1", offset=1, nbytes=2))
             assert peer.recv(4096)[16:] == struct.pack("<iH", 0, 2) + b"bc"
     finally:
         for path in shm_dir.iterdir():
@@ -158,7 +158,7 @@ def test_a_peer_that_takes_no_answers_is_cut_off(endpoint: WorkerEndpoint) -> No
         def flood() -> None:
             while True:
                 try:
-                    peer.send(probe(b"mmcopy-x"))
+                    peer.send(probe(b"mmcopy-0000000000000000-1"))
                 except BlockingIOError:
                     peer.settimeout(LIMIT_S)
 
@@ -189,7 +189,9 @@ def test_random_frames_never_stop_it(endpoint: WorkerEndpoint) -> None:
     chance = random.Random(5)
     for _ in range(300):
         with connect(endpoint, known=chance.random() < 0.5) as peer:
-            good = chance.choice([hello(), probe(b"mmcopy-x"), frame(OFFER, 1, bytes(32)), frame(REFUSED, 3, bytes(6))])
+            good = chance.choice(
+                [hello(), probe(b"mmcopy-0000000000000000-1"), frame(OFFER, 1, bytes(32)), frame(REFUSED, 3, bytes(6))]
+            )
             bad = bytearray(good)
             for _ in range(chance.randrange(4)):
                 bad[chance.randrange(len(bad))] = chance.randrange(256)

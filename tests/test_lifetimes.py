@@ -74,7 +74,7 @@ def test_the_next_sender_removes_what_a_killed_one_left(shm_dir: pathlib.Path) -
     with Sender(SHM, shm_dir=shm_dir) as sender:
         assert settle(lambda: names(shm_dir) == [])
         sender.cancel(sender.send(b"a"))
-        assert sender.metrics.get(Counter.SEGMENTS_REMOVED, "swept") in (50, 100)
+        assert 50 <= sender.metrics.get(Counter.SEGMENTS_REMOVED, "swept") <= 100
 
 
 def test_a_living_sender_keeps_its_segments(shm_dir: pathlib.Path) -> None:

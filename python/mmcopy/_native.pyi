@@ -101,7 +101,7 @@ def available_cores() -> int:
 def validate_segment_name(name: str) -> str:
     """``name`` without ``/`` in front, when it is one path component of at most 255 bytes without NUL.
 
-    Raises :class:`PayloadError` otherwise.
+    One that begins with ``mmcopy-`` has to be a segment's. Raises :class:`PayloadError` otherwise.
     """
 
 def write_segment(
@@ -215,9 +215,17 @@ class SegmentOwner:
         """The random part of this sender's names: 16 hexadecimal digits."""
 
     def next_name(self) -> str:
-        """A name that no segment has had before: ``mmcopy-<instance_id>-<counter>``.
+        """A name that no segment has had before: ``mmcopy-<instance_id>-<number>``. What comes next cannot be foreseen.
 
         Raises :class:`ClosedError` after :meth:`close`, after :meth:`forget` and in a forked child.
+        """
+
+    def write(
+        self, src: Buffer, *, src_dtype: str | None = None, dst_dtype: str | None = None, num_threads: int = 1
+    ) -> tuple[str, int]:
+        """:func:`write_segment` under a name that is free; the name, and the segment's bytes.
+
+        Raises :class:`ClosedError` as :meth:`next_name`, and what :func:`write_segment` raises.
         """
 
     def close(self) -> None:

@@ -234,8 +234,7 @@ impl<'a> Probe<'a> {
             let bits = owner::random_bits().map_err(|errno| Error::from_errno(errno, "getrandom", shm_dir, 0))?;
             nonce.extend(bits.to_ne_bytes());
         }
-        let name = owner.next_name()?;
-        segment::write(shm_dir, &name, Source::from_slice(&nonce), None, NonZeroUsize::MIN)?;
+        let (name, _) = owner.write(Source::from_slice(&nonce), None, NonZeroUsize::MIN)?;
         Ok(Self { shm_dir, name, nonce, _owner: owner })
     }
 }

@@ -28,11 +28,46 @@ fn no_two_names_are_the_same() {
 }
 
 #[test]
+fn the_next_names_do_not_follow_from_the_last() {
+    let shm = tempfile::tempdir().unwrap();
+    let owner = Owner::create(shm.path()).unwrap();
+    let number = || owner.next_name().unwrap().as_str().rsplit('-').next().unwrap().parse::<u64>().unwrap();
+    let numbers: Vec<u64> = (0..1000).map(|_| number()).collect();
+    assert!(numbers.iter().zip(0..).all(|(number, count)| number >> 32 == count), "none is given twice");
+    let random: HashSet<u64> = numbers.iter().map(|number| number & 0xffff_ffff).collect();
+    assert!(random.len() > 990, "{}", random.len());
+}
+
+#[test]
+fn a_name_that_is_taken_is_passed_over_so_many_times() {
+    let shm = tempfile::tempdir().unwrap();
+    let id = OwnerId::from_bits(7);
+    let write_from = |first: u64| {
+        let mut number = first;
+        let next = || {
+            number += 1;
+            Ok(id.segment_name(number - 1))
+        };
+        let write =
+            |name: &SegmentName| segment::write(shm.path(), name, Source::from_slice(b"abc"), None, NonZeroUsize::MIN);
+        under_a_new_name(next, write)
+    };
+    let most = NAMES_A_SEGMENT as u64;
+    for taken in 1..=most {
+        fs::write(id.segment_name(taken).path_in(shm.path()), b"a stranger's").unwrap();
+    }
+    assert_eq!(write_from(2), Ok((id.segment_name(most + 1), 3)));
+    assert!(matches!(write_from(1), Err(Error::Exists { .. })));
+    assert_eq!(fs::read(id.segment_name(most).path_in(shm.path())).unwrap(), b"a stranger's");
+}
+
+#[test]
 fn forgetting_leaves_the_lock_file_and_lets_go_of_the_lock() {
     let shm = tempfile::tempdir().unwrap();
     let owner = Owner::create(shm.path()).unwrap();
     let path = owner.id().lock_name().path_in(shm.path());
     owner.forget();
+    drop(owner);
     let file = fs::File::open(&path).unwrap();
     assert_eq!(rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive), Ok(()));
 }

@@ -338,7 +338,7 @@ pub(super) fn write_leases(
 }
 
 /// The cast that two dtypes ask for, once the source is a whole number of elements.
-fn cast_of(src: &ReadBuffer, src_dtype: Option<&str>, dst_dtype: Option<&str>) -> PyResult<Option<Cast>> {
+pub(super) fn cast_of(src: &ReadBuffer, src_dtype: Option<&str>, dst_dtype: Option<&str>) -> PyResult<Option<Cast>> {
     match Conversion::optional(src_dtype, dst_dtype)? {
         None => Ok(None),
         Some(Conversion::Cast(cast)) => Ok(Some(cast)),

@@ -1,14 +1,17 @@
 //! Senders and what they leave behind.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 
-use super::arguments::Limit;
+use super::arena::cast_of;
+use super::arguments::{Limit, Threads};
+use super::buffers::ReadBuffer;
+use super::detached_when_big;
 use crate::owner::Owner;
-use crate::{Error, sweep as sweeping, sweeper};
+use crate::{Error, Result, sweep as sweeping, sweeper};
 
 /// A sender's identity on this host: a lock file in shm_dir that is locked as long as this process lives, and names
 /// that no other sender has.
@@ -19,7 +22,8 @@ pub(super) struct PySegmentOwner {
     /// The random part of this sender's names: 16 hexadecimal digits.
     #[pyo3(get)]
     instance_id: String,
-    owner: Mutex<Option<Owner>>,
+    /// A write has its own reference, so that a close in another thread ends the sender behind it.
+    owner: Mutex<Option<Arc<Owner>>>,
 }
 
 #[pymethods]
@@ -28,23 +32,40 @@ impl PySegmentOwner {
     #[pyo3(text_signature = "(shm_dir)")]
     fn new(py: Python<'_>, shm_dir: PathBuf) -> PyResult<Self> {
         let owner = py.detach(|| Owner::create(&shm_dir))?;
-        Ok(Self { instance_id: owner.id().as_str().to_owned(), owner: Mutex::new(Some(owner)) })
+        Ok(Self { instance_id: owner.id().as_str().to_owned(), owner: Mutex::new(Some(Arc::new(owner))) })
     }
 
-    /// A name that no segment has had before: "mmcopy-<instance_id>-<counter>". ClosedError after close or forget.
+    /// A name that no segment has had before: "mmcopy-<instance_id>-<number>". ClosedError after close or forget.
     fn next_name(&self) -> PyResult<String> {
-        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        let closed = || Error::Closed { what: format!("segment owner {}", self.instance_id) };
-        Ok(owner.as_ref().ok_or_else(closed)?.next_name()?.to_string())
+        Ok(self.opened()?.next_name()?.to_string())
+    }
+
+    /// Writes a segment under a name that is free, as write_segment does: (name, bytes). ClosedError after close or forget.
+    #[pyo3(
+        signature = (src, *, src_dtype = None, dst_dtype = None, num_threads = Threads::ONE),
+        text_signature = "($self, src, *, src_dtype=None, dst_dtype=None, num_threads=1)"
+    )]
+    fn write(
+        &self,
+        py: Python<'_>,
+        src: ReadBuffer,
+        src_dtype: Option<&str>,
+        dst_dtype: Option<&str>,
+        num_threads: Threads,
+    ) -> PyResult<(String, u64)> {
+        let owner = self.opened()?;
+        let cast = cast_of(&src, src_dtype, dst_dtype)?;
+        // A cast makes at most four bytes of one.
+        let nbytes = src.nbytes().saturating_mul(if cast.is_some() { 4 } else { 1 });
+        let (name, nbytes) = detached_when_big(py, nbytes, || owner.write(src.source(), cast, num_threads.0))?;
+        Ok((name.to_string(), nbytes))
     }
 
     /// Removes the lock file and lets go of the lock. May be called again.
     ///
     /// Segments on their way stay for their consumers; a sweep removes them once they are old.
     fn close(&self) {
-        if let Some(owner) = self.take() {
-            owner.close();
-        }
+        drop(self.take());
     }
 
     /// Closes the descriptor and removes nothing: for a child after os.fork(). May be called again.
@@ -62,7 +83,12 @@ impl PySegmentOwner {
 }
 
 impl PySegmentOwner {
-    fn take(&self) -> Option<Owner> {
+    fn opened(&self) -> Result<Arc<Owner>> {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        owner.clone().ok_or_else(|| Error::Closed { what: format!("segment owner {}", self.instance_id) })
+    }
+
+    fn take(&self) -> Option<Arc<Owner>> {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

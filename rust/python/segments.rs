@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
-use super::arguments::{Conversion, Name, Threads, u64_of};
+use super::arena::cast_of;
+use super::arguments::{Name, Threads, u64_of};
 use super::buffers::{ReadBuffer, WriteBuffer};
 use super::detached_when_big;
 use crate::segment::Segment;
@@ -43,14 +44,7 @@ pub(super) fn write_segment(
     dst_dtype: Option<&str>,
     num_threads: Threads,
 ) -> PyResult<u64> {
-    let cast = match Conversion::optional(src_dtype, dst_dtype)? {
-        None => None,
-        Some(Conversion::Cast(cast)) => Some(cast),
-        Some(Conversion::Copy(dtype)) => {
-            dtype.elements(src.source().nbytes())?;
-            None
-        }
-    };
+    let cast = cast_of(&src, src_dtype, dst_dtype)?;
     // A cast makes at most four bytes of one.
     let nbytes = src.nbytes().saturating_mul(if cast.is_some() { 4 } else { 1 });
     Ok(detached_when_big(py, nbytes, || segment::write(&shm_dir, &name.0, src.source(), cast, num_threads.0))?)

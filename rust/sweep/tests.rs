@@ -31,6 +31,7 @@ fn a_dead_senders_files_go_and_a_live_ones_stay() {
     let dead = Owner::create(shm.path()).unwrap();
     let gone = fill(shm.path(), &dead, 4, 100);
     dead.forget();
+    drop(dead);
     let swept = sweep(shm.path(), NEVER).unwrap();
     assert_eq!(swept.names.iter().collect::<HashSet<_>>(), gone.iter().collect());
     assert_eq!(swept.nbytes, 400);
@@ -72,6 +73,7 @@ fn what_is_not_ours_or_not_regular_stays() {
     let dead = Owner::create(shm.path()).unwrap();
     let id = dead.id().as_str().to_owned();
     dead.forget();
+    drop(dead);
     for name in [
         "smg-tokenspeed-1-2-3".to_owned(),
         "torch_123".to_owned(),
@@ -101,6 +103,7 @@ fn racing_sweeps_share_the_work() {
         let dead = Owner::create(shm.path()).unwrap();
         names.extend(fill(shm.path(), &dead, 3, 2));
         dead.forget();
+        drop(dead);
     }
     let results: Vec<Swept> = std::thread::scope(|scope| {
         let sweeps: Vec<_> = (0..4).map(|_| scope.spawn(|| sweep(shm.path(), NEVER).unwrap())).collect();

@@ -126,7 +126,7 @@ def test_out_is_filled_in_stream_order(torch: Any, sender: Sender, receiver: Rec
 def test_errors_leave_nothing_and_the_next_receive_works(sender: Sender, receiver: Receiver) -> None:
     good = sender.send(random_bytes(2 * SLOT, 1))
     with pytest.raises(SegmentNotFoundError):
-        receiver.receive([good, TensorData("uint8", (4,), ShmHandle("mmcopy-missing", 0, 4))])
+        receiver.receive([good, TensorData("uint8", (4,), ShmHandle("smg-tokenspeed-missing", 0, 4))])
     source = random_bytes(2 * SLOT, 2)
     assert raw(receiver.receive(sender.send(source))) == source.tobytes()
 

@@ -290,7 +290,7 @@ def test_errors_in_the_middle_give_slots_and_segments_back(
 def test_bad_segments_leave_nothing(sender: Sender, receiver: Receiver) -> None:
     good = sender.send(random_bytes(5 * SLOT, 1))
     with pytest.raises(SegmentNotFoundError):
-        receiver.receive([good, TensorData("uint8", (4,), ShmHandle("mmcopy-missing", 0, 4))])
+        receiver.receive([good, TensorData("uint8", (4,), ShmHandle("smg-tokenspeed-missing", 0, 4))])
     short = sender.send(random_bytes(100, 1))
     assert isinstance(short.payload, ShmHandle)
     with pytest.raises(SegmentSizeError, match="200"):

@@ -78,9 +78,9 @@ def check_works(ranks: Ranks, sender: Sender) -> None:
     ("bad", "error", "message"),
     [
         (
-            ShmHandle("mmcopy-missing", 0, 4),
+            ShmHandle("smg-tokenspeed-missing", 0, 4),
             "SegmentNotFoundError",
-            "segment 'mmcopy-missing', item 1 of 2: none of the 3",
+            "segment 'smg-tokenspeed-missing', item 1 of 2: none of the 3",
         ),
         (ShmHandle("passwd", 0, 4), "PayloadError", 'rank 0 of the group: segment "passwd" is refused'),
         (None, "SegmentSizeError", "rank 0 of the group: "),
@@ -209,14 +209,16 @@ def test_a_rank_that_dies_between_the_agreement_and_the_collective(mortal_ranks:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_message_that_claims_more_than_there_can_be(ranks: Ranks, sender: Sender, count: int) -> None:
     """More bytes than can be addressed, and with three more than a digest can hold."""
-    items = [TensorData("uint8", (2**63,), ShmHandle(f"mmcopy-missing{n}", 0, 2**63)) for n in range(count)]
+    items = [TensorData("uint8", (2**63,), ShmHandle(f"smg-tokenspeed-missing{n}", 0, 2**63)) for n in range(count)]
     for answer in ranks.receive(items, receiver="broadcast"):
         assert answer["error"] == "DeviceMemoryError"
         assert f"wanted {count * 2**63 + 256 * SIZE} bytes" in answer["message"]
     check_works(ranks, sender)
 
 
-@pytest.mark.parametrize(("name", "error"), [("mmcopy-missing", "SegmentNotFoundError"), ("passwd", "PayloadError")])
+@pytest.mark.parametrize(
+    ("name", "error"), [("smg-tokenspeed-missing", "SegmentNotFoundError"), ("passwd", "PayloadError")]
+)
 def test_receives_that_fail_keep_no_memory(ranks: Ranks, name: str, error: str) -> None:
     for answer in ranks.all("many_failing", receiver="scatter", count=70, name=name):
         assert answer["errors"] == [error]

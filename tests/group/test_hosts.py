@@ -29,7 +29,7 @@ def hosts() -> Iterator[list[str]]:
     """Names of two network namespaces whose ends of the pair are called ``cable`` and have 10.99.0.1 and 10.99.0.2."""
     if shutil.which("ip") is None:
         pytest.skip("needs ip (iproute2)")
-    names = [f"mmcopy-{os.getpid()}-{n}" for n in range(2)]
+    names = [f"smg-tokenspeed-{os.getpid()}-{n}" for n in range(2)]
     try:
         for name in names:
             ip("netns", "add", name)
@@ -105,7 +105,7 @@ def test_an_owned_tensor_crosses_only_where_its_owner_is_elsewhere(ranks: Ranks)
 
 def test_what_neither_host_has(ranks: Ranks) -> None:
     sent = ranks.each([{"do": "publish", "sizes": SIZES}, None])[0]
-    gone = {"dtype": "uint8", "shape": [4], "handle": ["mmcopy-gone", 0, 4, ""]}
+    gone = {"dtype": "uint8", "shape": [4], "handle": ["smg-tokenspeed-gone", 0, 4, ""]}
     answers = ranks.all("receive", receiver="broadcast", items=[*sent["items"], gone])
     assert [answer["error"] for answer in answers] == ["SegmentNotFoundError"] * 2
     assert [each["left"] for each in ranks.all("surroundings")] == [[], []]

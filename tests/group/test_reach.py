@@ -98,11 +98,11 @@ def test_no_rank_reaches_it(ranks: Ranks, send: Send, strategy: str) -> None:
     items = [
         send(arrays(1000)[0], 0),
         send(arrays(500)[0], 1),
-        TensorData("uint8", (4,), ShmHandle("mmcopy-gone", 0, 4)),
+        TensorData("uint8", (4,), ShmHandle("smg-tokenspeed-gone", 0, 4)),
     ]
     answers = ranks.receive(items, receiver=strategy)
     assert [answer["error"] for answer in answers] == ["SegmentNotFoundError"] * SIZE
-    message = "segment 'mmcopy-gone', item 2 of 3: none of the 3 ranks can open it"
+    message = "segment 'smg-tokenspeed-gone', item 2 of 3: none of the 3 ranks can open it"
     assert {answer["message"] for answer in answers} == {message}
 
 
@@ -134,8 +134,8 @@ def test_an_empty_segment_of_another_host(ranks: Ranks, send: Send, hosts: list[
     """A gateway writes files of no bytes, too; there is nothing to send of one."""
     full = arrays(70_000)[0]
     for options in ({}, {"owners": [1, 1]}, {"owners": [0, 1]}):
-        _native.write_segment(hosts[0], "mmcopy-empty", b"")
-        items = [send(full, 0), TensorData("int64", (0, 3), ShmHandle("mmcopy-empty", 0, 0))]
+        _native.write_segment(hosts[0], "smg-tokenspeed-empty", b"")
+        items = [send(full, 0), TensorData("int64", (0, 3), ShmHandle("smg-tokenspeed-empty", 0, 0))]
         expected = [wanted(full, "uint8"), wanted(np.zeros((0, 3), np.int64), "int64")]
         answers = ranks.receive(items, receiver="each", **options)
         owners: Any = options.get("owners")

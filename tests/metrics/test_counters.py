@@ -64,7 +64,7 @@ def test_the_stages_of_a_receive(shm_dir: pathlib.Path) -> None:
     with Receiver("cpu", framework="numpy", shm_dir=shm_dir, metrics=metrics) as receiver:
         receiver.receive(TensorData("uint8", (3,), Inline(b"abc")))
         with contextlib.suppress(SegmentNotFoundError):
-            receiver.receive(TensorData("uint8", (3,), ShmHandle("mmcopy-missing", 0, 3)))
+            receiver.receive(TensorData("uint8", (3,), ShmHandle("smg-tokenspeed-missing", 0, 3)))
     assert {stage: histogram.count for stage, histogram in metrics.timings().items()} == {
         "receive": 2,
         "open": 2,

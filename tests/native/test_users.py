@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from mmcopy import _native
-from tests.rigs.users import OURS, THEIRS, as_user, open_to_all
+from tests.rigs.users import OURS, THEIRS, as_user, open_to_all, start_as
 
 __all__ = ["open_to_all"]
 
@@ -54,6 +54,36 @@ def test_root_clears_up_after_every_user_by_that_users_locks_alone(open_to_all: 
     os.chown(open_to_all / (name.rpartition("-")[0] + ".lock"), THEIRS, THEIRS)
     assert _native.sweep(open_to_all) == ([dead], 100, [])
     assert listing(open_to_all) == {name}
+
+
+SEND = """
+sender = mmcopy.Sender(mmcopy.TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=folder)
+print(sender.send(b"first").payload.name, flush=True)
+sys.stdin.readline()
+sent = [sender.send(b"abc") for _ in range(100)]
+for data in sent:
+    sender.cancel(data)
+sender.close()
+print({data.path for data in sent}, dict(sender.metrics.snapshot().get("shm_write_failures", {})))
+"""
+SQUAT = """
+taken = sys.argv[3]
+sender, _, number = taken.rpartition("-")
+for n in [*range(1000), *range(int(number), int(number) + 1000)]:
+    if n != int(number):
+        (folder / f"{sender}-{n}").touch()
+"""
+
+
+def test_names_that_another_user_takes_in_advance_are_not_those_that_come(open_to_all: pathlib.Path) -> None:
+    process = start_as(OURS, open_to_all, SEND)
+    assert process.stdout is not None
+    first = process.stdout.readline().strip()
+    as_user(THEIRS, open_to_all, SQUAT, first)
+    answer, problem = process.communicate("go on\n", timeout=60)
+    assert process.returncode == 0, problem
+    assert answer.strip() == "{'segment'} {}"
+    assert first in listing(open_to_all)
 
 
 MANY = """

@@ -153,16 +153,16 @@ def make_short(path: pathlib.Path) -> None:
 
 
 def make_symlink(path: pathlib.Path) -> None:
-    path.with_name("mmcopy-target").write_bytes(b"12345678")
-    path.symlink_to("mmcopy-target")
+    path.with_name("smg-tokenspeed-target").write_bytes(b"12345678")
+    path.symlink_to("smg-tokenspeed-target")
 
 
 BAD_FILES = [
-    ("missing", lambda path: None, SegmentNotFoundError, "mmcopy-bad", True),
+    ("missing", lambda path: None, SegmentNotFoundError, "smg-tokenspeed-bad", True),
     ("short", make_short, SegmentSizeError, "7", True),
-    ("symlink", make_symlink, SegmentError, "mmcopy-bad", False),
-    ("fifo", os.mkfifo, SegmentError, "mmcopy-bad", False),
-    ("directory", os.mkdir, SegmentError, "mmcopy-bad", False),
+    ("symlink", make_symlink, SegmentError, "smg-tokenspeed-bad", False),
+    ("fifo", os.mkfifo, SegmentError, "smg-tokenspeed-bad", False),
+    ("directory", os.mkdir, SegmentError, "smg-tokenspeed-bad", False),
 ]
 
 
@@ -177,15 +177,15 @@ def test_a_bad_segment_fails_its_request_and_leaves_nothing(
     why: str,
     removed: bool,
 ) -> None:
-    bad = shm_dir / "mmcopy-bad"
+    bad = shm_dir / "smg-tokenspeed-bad"
     make(bad)
     before, after = sender.send(random_bytes(9)), sender.send(random_bytes(70_000))
     with pytest.raises(error, match=why):
-        receiver.receive([before, handle_to(shm_dir, "mmcopy-bad"), after])
+        receiver.receive([before, handle_to(shm_dir, "smg-tokenspeed-bad"), after])
     assert os.path.lexists(bad) is not removed
     if kind == "symlink":
-        assert (shm_dir / "mmcopy-target").read_bytes() == b"12345678"
-        (shm_dir / "mmcopy-target").unlink()
+        assert (shm_dir / "smg-tokenspeed-target").read_bytes() == b"12345678"
+        (shm_dir / "smg-tokenspeed-target").unlink()
     if not removed:
         bad.rmdir() if kind == "directory" else bad.unlink()
     assert [p.name for p in shm_dir.iterdir() if p.suffix != ".lock"] == []
@@ -219,16 +219,33 @@ def test_files_of_other_programs_are_neither_read_nor_removed(receiver: Receiver
     foreign.unlink()
 
 
+def test_a_message_that_names_a_senders_lock_file_does_not_reach_it(
+    sender: Sender, receiver: Receiver, shm_dir: pathlib.Path
+) -> None:
+    data = sender.send(random_bytes(9))
+    (lock,) = (path for path in shm_dir.iterdir() if path.suffix == ".lock")
+    named = TensorData("uint8", (0,), ShmHandle(lock.name, 0, 0))
+    with pytest.raises(PayloadError, match=r'begins with "mmcopy-" and is not a segment'):
+        receiver.receive(named)
+    assert receiver.release([named, TensorData("uint8", (0,), ShmHandle("/" + lock.name, 0, 0))]) == 0
+    with Receiver("cpu", framework="numpy", shm_dir=shm_dir, accept_prefixes=[lock.name]) as careless:
+        assert careless.release(named) == 0
+    with pytest.raises(PayloadError):
+        sender.cancel(named)
+    assert lock.exists()
+    assert raw(receiver.receive(data)) == random_bytes(9).tobytes()
+
+
 @pytest.mark.parametrize(("offset", "nbytes"), [(1, 8), (8, 1), (2**64 - 1, 8), (2**63, 2**63), (0, 2**64 - 1)])
 def test_ranges_beyond_the_file(receiver: Receiver, shm_dir: pathlib.Path, offset: int, nbytes: int) -> None:
-    (shm_dir / "mmcopy-small").write_bytes(b"12345678")
+    (shm_dir / "smg-tokenspeed-small").write_bytes(b"12345678")
     with pytest.raises(SegmentSizeError, match=rf"{nbytes}"):
-        receiver.receive(handle_to(shm_dir, "mmcopy-small", nbytes, offset))
+        receiver.receive(handle_to(shm_dir, "smg-tokenspeed-small", nbytes, offset))
 
 
 def test_an_offset_within_a_larger_file(receiver: Receiver, shm_dir: pathlib.Path) -> None:
-    (shm_dir / "mmcopy-large").write_bytes(b"0123456789")
-    assert raw(receiver.receive(handle_to(shm_dir, "mmcopy-large", 4, 3))) == b"3456"
+    (shm_dir / "smg-tokenspeed-large").write_bytes(b"0123456789")
+    assert raw(receiver.receive(handle_to(shm_dir, "smg-tokenspeed-large", 4, 3))) == b"3456"
 
 
 def test_a_repeated_handle(sender: Sender, receiver: Receiver) -> None:
@@ -261,7 +278,7 @@ def test_release_removes_unread_and_never_raises(sender: Sender, receiver: Recei
     items = {"a": sender.send(random_bytes(9)), "b": sender.send(np.zeros(0)), "c": sender.send(random_bytes(70_000))}
     assert receiver.release(items) == 2
     assert receiver.release(items) == 0
-    assert receiver.release([ShmHandle("../x", 0, 1), ShmHandle("mmcopy-gone", 0, 1)]) == 0
+    assert receiver.release([ShmHandle("../x", 0, 1), ShmHandle("smg-tokenspeed-gone", 0, 1)]) == 0
     one = sender.send(random_bytes(9))
     assert receiver.release(one) == 1
     assert receiver.metrics.snapshot()["segments_removed"] == {"released": 3}
@@ -276,7 +293,7 @@ def test_a_closed_receiver_still_removes_what_it_is_handed(sender: Sender, shm_d
 
 
 def test_a_tensor_larger_than_memory_is_one_error(receiver: Receiver, shm_dir: pathlib.Path) -> None:
-    sparse = shm_dir / "mmcopy-sparse"
+    sparse = shm_dir / "smg-tokenspeed-sparse"
     sparse.touch()
     try:
         os.truncate(sparse, 2**43)
@@ -284,7 +301,7 @@ def test_a_tensor_larger_than_memory_is_one_error(receiver: Receiver, shm_dir: p
         sparse.unlink()
         pytest.skip("this file system has no sparse files of 8 TiB")
     with pytest.raises(MemoryError, match=f"wanted {2**43} bytes"):
-        receiver.receive(handle_to(shm_dir, "mmcopy-sparse", 2**43))
+        receiver.receive(handle_to(shm_dir, "smg-tokenspeed-sparse", 2**43))
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def many(command: dict[str, Any]) -> dict[str, Any]:
 
     def write(n: int) -> None:
         if dist.get_rank() == 0:
-            _native.write_segment(shm_dir, f"mmcopy-many-{n}", np.full(4096, n % 251, np.uint8))
+            _native.write_segment(shm_dir, f"smg-tokenspeed-many-{n}", np.full(4096, n % 251, np.uint8))
 
     states, wrong = [], 0
     write(0)
@@ -178,7 +178,7 @@ def many(command: dict[str, Any]) -> dict[str, Any]:
     for n in range(count):
         if n + 1 < count:
             write(n + 1)
-        segment = TensorData("uint8", (4096,), ShmHandle(f"mmcopy-many-{n}", 0, 4096))
+        segment = TensorData("uint8", (4096,), ShmHandle(f"smg-tokenspeed-many-{n}", 0, 4096))
         got, grid = receiver.receive([segment, TensorData("int64", (), Inline(n.to_bytes(8, "little")))])
         wrong += int(got[4095]) != n % 251 or int(grid) != n
         if n in (count // 10, count - 1):

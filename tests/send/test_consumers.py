@@ -11,7 +11,7 @@ import pytest
 
 from mmcopy import Receiver, Sender, ShmHandle, TensorData, TransportConfig
 from mmcopy.errors import ConfigError
-from mmcopy.fanout import consumers_of, for_consumer
+from mmcopy.fanout import consumers_of, for_consumer, link_consumers, names_of
 from mmcopy.metrics import Counter
 from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.lease_side import Side, is_empty, statistics
@@ -128,3 +128,30 @@ def test_a_stream_that_finds_no_room_waits_once(sides: list[Side]) -> None:
         assert (held.path, late.path) == ("lease", "segment")
         assert sender.metrics.get(Counter.LEASE_FALLBACKS, "full") == 1
         sides[0].receiver.receive([held, late])
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_further_name_that_another_takes_first_is_not_used(
+    shm_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_persistent: bool
+) -> None:
+    """As another user can who watches the directory: the further names follow from the first."""
+    taken: list[pathlib.Path] = []
+
+    def link_late(directory: str, name: str, consumers: int) -> None:
+        if is_persistent or not taken:
+            handle = ShmHandle(name, 0, 3, f"mmcopy:0123456789abcdef*{consumers}")
+            taken.append(shm_dir / names_of(handle)[1])
+            taken[-1].touch()
+        link_consumers(directory, name, consumers)
+
+    monkeypatch.setattr("mmcopy.send.segments.link_consumers", link_late)
+    with Sender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender:
+        data = sender.send(b"abc", consumers=3)
+        assert data.path == ("inline" if is_persistent else "segment")
+        if isinstance(data.payload, ShmHandle):
+            assert all((shm_dir / name).read_bytes() == b"abc" for name in names_of(data.payload))
+        assert sender.metrics.get(Counter.SHM_WRITE_FAILURES, "exists") == is_persistent
+        sender.cancel(data)
+        assert {path for path in shm_dir.iterdir() if path.suffix != ".lock"} == set(taken)
+    for path in taken:
+        path.unlink()

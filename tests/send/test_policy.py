@@ -17,11 +17,12 @@ from mmcopy import (
     TensorData,
     TransportConfig,
     WorkerSpec,
-    _native,
     shm_namespace_id,
 )
 from mmcopy.errors import ConfigError
 from mmcopy.metrics import Counter
+from mmcopy.send.routing import Reason
+from mmcopy.send.segments import SegmentWriter
 from mmcopy.send.workers import Workers
 
 BIG = np.ones(1 << 16, np.uint8)
@@ -175,16 +176,16 @@ def test_a_segment_that_was_being_written_while_its_worker_went_is_taken_back(
     shm_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = WorkerSpec("grpc://w")
-    real = _native.write_segment
+    real = SegmentWriter.write
     with Sender(SHM, shm_dir=shm_dir) as sender:
 
-        def write_and_lose(*args: Any, **options: Any) -> int:
+        def write_and_lose(*args: Any, **options: Any) -> ShmHandle | Reason:
             written = real(*args, **options)
             assert len(segments(shm_dir)) == 1
             assert sender.mark_down(worker) == 0  # it is not noted yet
             return written
 
-        monkeypatch.setattr("mmcopy.send.segments.write_segment", write_and_lose)
+        monkeypatch.setattr(SegmentWriter, "write", write_and_lose)
         data = sender.send(BIG, worker=worker)
         assert isinstance(data.payload, Inline)
         assert bytes(data.payload.data) == BIG.tobytes()

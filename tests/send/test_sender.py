@@ -86,7 +86,7 @@ def test_a_cast_that_does_not_exist_is_refused_before_anything_is_written(shm_di
         with pytest.raises(DtypeError, match=r"no cast from int64 to bfloat16; there is .*float32 to bfloat16"):
             sender.send(np.arange(3), dtype="bfloat16")
         assert sender.send(np.float32([1]), dtype="float32").dtype == "float32"
-        assert list(shm_dir.glob("mmcopy-*-[0-9]")) == [p for p in shm_dir.iterdir() if p.suffix != ".lock"]
+        assert list(shm_dir.glob("mmcopy-*-*[0-9]")) == [p for p in shm_dir.iterdir() if p.suffix != ".lock"]
         for path in shm_dir.iterdir():
             if path.suffix != ".lock":
                 path.unlink()

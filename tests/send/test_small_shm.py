@@ -43,7 +43,7 @@ def test_one_tensor_larger_than_the_space(dtype: str | None) -> None:
 with mmcopy.Sender(SHM) as sender:
     data = sender.send(numpy.ones(9 << 20, numpy.float32), dtype={dtype!r})
     try:
-        mmcopy._native.write_segment("/dev/shm", "mmcopy-x", numpy.ones(36 << 20, numpy.uint8))
+        mmcopy._native.write_segment("/dev/shm", "smg-tokenspeed-x", numpy.ones(36 << 20, numpy.uint8))
     except mmcopy.errors.NoSpaceError as error:
         message = str(error)
     print(json.dumps({{"path": data.path, "nbytes": data.nbytes, "left": left(), "message": message}}))

@@ -129,7 +129,7 @@ def test_losing_the_race_to_remove_it_is_fine(left: Callable[[], list[str]]) -> 
 
 
 def test_what_is_not_there(left: Callable[[], list[str]]) -> None:
-    gone = ShmTensorHandle("mmcopy-gone", (4,), torch.uint8)
+    gone = ShmTensorHandle("smg-tokenspeed-gone", (4,), torch.uint8)
     assert gone.try_attach() is False
     with pytest.raises(FileNotFoundError):
         gone.attach()
@@ -167,7 +167,7 @@ def test_nothing_of_a_publisher_that_ends_is_left(segments: Added) -> None:
 
 
 def item(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    handle = ShmTensorHandle("mmcopy-unused", (nbytes // dtype.itemsize,), dtype)
+    handle = ShmTensorHandle("smg-tokenspeed-unused", (nbytes // dtype.itemsize,), dtype)
     return SimpleNamespace(feature=None, feature_shm=handle)
 
 
@@ -227,7 +227,7 @@ def test_a_handle_that_is_not_attached_is_an_error_and_all_are_released(
 
 
 def test_routing_without_anything_apart_does_nothing(transport: Any) -> None:
-    handle = ShmTensorHandle("mmcopy-unused", (4,), torch.uint8)
+    handle = ShmTensorHandle("smg-tokenspeed-unused", (4,), torch.uint8)
     transport.route_to_item_owners([SimpleNamespace(feature=None, feature_shm=None)], [[0]])
     handle.set_reachability((0, 1), 2)
     assert (handle.is_cross_node, handle.source_rank) == (False, 0)
@@ -255,7 +255,7 @@ def test_a_batch_that_was_moved_is_not_kept(transport: Any, left: Callable[[], l
 
 def test_an_empty_tensor_of_another_host_is_there_for_every_call() -> None:
     """Nobody sends what is empty."""
-    handle = ShmTensorHandle("mmcopy-elsewhere", (0, 3), torch.float32)
+    handle = ShmTensorHandle("smg-tokenspeed-elsewhere", (0, 3), torch.float32)
     handle.set_reachability((1,), 2)
     assert handle.consume().shape == (0, 3)
     handle.copy_into(torch.empty(0, 3))
@@ -268,7 +268,7 @@ def test_owners_of_items_that_are_not_there() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        handle = ShmTensorHandle("mmcopy-elsewhere", (0, 3), torch.float32)
+        handle = ShmTensorHandle("smg-tokenspeed-elsewhere", (0, 3), torch.float32)
         handle.set_reachability((1,), 2)
         items = [SimpleNamespace(feature=None, feature_shm=handle)]
         transport = EncoderFeatureTransport(dp_cpu_group=dist.group.WORLD)

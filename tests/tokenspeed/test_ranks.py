@@ -44,9 +44,9 @@ def test_a_rank_without_the_segment_gets_it_from_the_other(ranks: Ranks, feature
 
 
 def test_prepare_finds_what_no_rank_has(ranks: Ranks, features: dict[str, Any]) -> None:
-    answers = ranks.all("ts_prepare", features=[*features["features"], ["mmcopy-gone", [1], "uint8"]])
+    answers = ranks.all("ts_prepare", features=[*features["features"], ["smg-tokenspeed-gone", [1], "uint8"]])
     assert [answer["error"] for answer in answers] == ["SegmentNotFoundError"] * 2
-    assert "'mmcopy-gone' is not reachable from any of the 2 ranks" in answers[1]["message"]
+    assert "'smg-tokenspeed-gone' is not reachable from any of the 2 ranks" in answers[1]["message"]
 
 
 def test_prepare_with_other_requests_on_one_rank(ranks: Ranks, features: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mmcopy._native import SegmentOwner, Sweeper, unlink_segment, write_segment
+from mmcopy._native import SegmentOwner, Sweeper, unlink_segment
 from mmcopy.arrays import FlatArray
 from mmcopy.errors import (
     ClosedError,
@@ -27,6 +28,8 @@ from .routing import Reason
 __all__ = ["SegmentWriter"]
 
 _log = logging.getLogger(__name__)
+
+_SEGMENTS_TRIED = 4
 
 # What a failed write is counted as, by the error's class.
 _WRITE_FAILURES: tuple[tuple[type[SegmentError], Reason], ...] = (
@@ -72,12 +75,10 @@ class SegmentWriter:
         """Write a segment with a name for each of ``consumers``; or the reason why that failed, counted and logged."""
         try:
             owner = self._owned()
-            name = owner.next_name()
-            nbytes = write_segment(
-                self._shm_dir, name, flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads
+            write = functools.partial(
+                owner.write, flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads
             )
-            if consumers > 1:
-                self._link(name, consumers)
+            name, nbytes = write() if consumers == 1 else self._linked(write, consumers)
         except SegmentError as error:  # any other error is a defect, or the caller's
             reason = next(reason for kind, reason in _WRITE_FAILURES if isinstance(error, kind))
             if error.errno == errno.EEXIST:
@@ -128,13 +129,19 @@ class SegmentWriter:
         if owner is not None:
             owner.forget()
 
-    def _link(self, name: str, consumers: int) -> None:
-        try:
-            link_consumers(self._shm_dir, name, consumers)
-        except BaseException:
-            with contextlib.suppress(MmcopyError):
-                unlink_segment(self._shm_dir, name)
-            raise
+    def _linked(self, write: Callable[[], tuple[str, int]], consumers: int) -> tuple[str, int]:
+        """A segment with names for all its consumers. Another user who sees its first name could take a further one."""
+        for left in reversed(range(_SEGMENTS_TRIED)):
+            name, nbytes = write()
+            try:
+                link_consumers(self._shm_dir, name, consumers)
+                break
+            except BaseException as error:
+                with contextlib.suppress(MmcopyError):
+                    unlink_segment(self._shm_dir, name)
+                if left == 0 or not isinstance(error, SegmentError) or error.errno != errno.EEXIST:
+                    raise
+        return name, nbytes
 
     def _owned(self) -> SegmentOwner:
         """The sender's name on the host, taken with its first segment."""

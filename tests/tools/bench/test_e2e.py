@@ -136,7 +136,7 @@ def child_of(pid: int) -> int:
 def test_what_the_receiving_process_could_not_do_is_raised_here(segments: Added) -> None:
     with Peer(named("shared_memory_staged").receiving, SETUP) as peer:
         with pytest.raises(PeerError, match="FileNotFoundError"):
-            peer.ask(Receive([("mmcopy-none", 4096)]))
+            peer.ask(Receive([("smg-tokenspeed-none", 4096)]))
         (data,) = named_shared_memory([b"abc"])
         assert peer.ask(Receive([data], check=True)).digest == digest([b"abc"])
 

@@ -8,7 +8,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mmcopy._native import Process, Segment, SegmentOwner, Sweeper, validate_segment_name, write_segment
+from mmcopy._native import Process, Segment, SegmentOwner, Sweeper, validate_segment_name
 from mmcopy.arrays import flatten
 from mmcopy.config import ACCEPT_PREFIXES, check_accepted, default_num_threads
 from mmcopy.errors import MmcopyError, SegmentNotFoundError
@@ -59,8 +59,7 @@ class ShmTensorHandle:
         flat = flatten(tensor)
         owner, sweeper = _owner(Process.current(), SHM_DIR)
         sweeper.sweep_if_due()
-        name = owner.next_name()
-        write_segment(SHM_DIR, name, flat.data, num_threads=default_num_threads())
+        name, _ = owner.write(flat.data, num_threads=default_num_threads())
         return cls(name, flat.shape, tensor.dtype)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmcopy._native import Segment, SegmentOwner, shm_namespace_id, write_segment
+from mmcopy._native import Segment, SegmentOwner, shm_namespace_id
 from mmcopy.errors import MmcopyError, NoSpaceError, SegmentPermissionError
 from mmcopy.tools.units import GIB, MIB, bytes_text
 
@@ -166,8 +166,7 @@ def writable(shm_dir: str) -> Line:
     try:
         owner = SegmentOwner(shm_dir)
         try:
-            segment_name = owner.next_name()
-            write_segment(shm_dir, segment_name, payload)
+            segment_name, _ = owner.write(payload)
             with Segment.open(shm_dir, segment_name) as segment:
                 back = bytearray(len(payload))
                 try:
