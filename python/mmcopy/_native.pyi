@@ -441,8 +441,9 @@ class RequestOpener:
 class Request:
     """The items of one receive, and what is open of them. Call :meth:`close` in any case."""
 
-    def open_all(self) -> None:
+    def open_all(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Open every item: all segments exist and are long enough, all leases are claimed. Does not block for senders.
+        Returns :meth:`opened`.
 
         Raises the error of the first item that cannot be opened: a :class:`SegmentError` or :class:`LeaseError`, or
         :class:`PayloadError` (a name that is invalid, not accepted, or there twice).
@@ -456,13 +457,8 @@ class Request:
     def open_attached(self, segments: Sequence[Segment | None]) -> list[int]:
         """Take over open segments, one for each item that is not inline; the indices of the items without one."""
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each item that is open, in order."""
-
-    @property
-    def leases(self) -> tuple[int, ...]:
-        """Indices, among what is open, of the leases."""
+    def opened(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The bytes of each item that is open, in order; and the indices, among these, of the leases."""
 
     def totals(self, items: Sequence[int] | None = None) -> list[tuple[str, int, int]]:
         """How many tensors and bytes of these items (None: of all) come by each path: (path, tensors, bytes)."""

@@ -23,6 +23,9 @@ use crate::request::{Entry, Extent, Extents, GivenBack, Growing, Item, Kept, Ope
 /// What giving back came to: (items, segments unlinked, leases released, what failed).
 type Outcome = (usize, usize, usize, Vec<(String, Py<PyAny>)>);
 
+/// What is open: bytes, and indices of leases.
+type Opened<'py> = (Bound<'py, PyTuple>, Bound<'py, PyTuple>);
+
 /// Opens the items of requests, and gives back what is not received.
 #[pyclass(frozen, name = "RequestOpener", module = "mmcopy._native")]
 pub(super) struct PyRequestOpener {
@@ -87,9 +90,10 @@ pub(super) struct PyRequest {
 
 #[pymethods]
 impl PyRequest {
-    /// Opens every item, or raises the error of the first that cannot be opened.
-    fn open_all(&self) -> PyResult<()> {
-        Ok(self.request.open_all()?)
+    /// Opens every item, or raises the error of the first that cannot be opened; the bytes of each, and which are leases.
+    fn open_all<'py>(&self, py: Python<'py>) -> PyResult<Opened<'py>> {
+        self.request.open_all()?;
+        self.opened(py)
     }
 
     /// Opens what can be opened here; the index and the error of each item that is out of reach.
@@ -102,16 +106,10 @@ impl PyRequest {
         self.request.open_attached(segments.iter().map(|segment| segment.as_ref()?.get().take()).collect())
     }
 
-    /// Bytes of each item that is open.
-    #[getter]
-    fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.request.entries().iter().map(|entry| entry.nbytes()))
-    }
-
-    /// Indices of the open items that are leases.
-    #[getter]
-    fn leases<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.request.leases_in(None))
+    /// What is open: the bytes of each item, and the indices of those that are leases.
+    fn opened<'py>(&self, py: Python<'py>) -> PyResult<Opened<'py>> {
+        let sizes = PyTuple::new(py, self.request.entries().iter().map(|entry| entry.nbytes()))?;
+        Ok((sizes, PyTuple::new(py, self.request.leases_in(None))?))
     }
 
     /// Of these items (None: of all), how many tensors and bytes come by each path.

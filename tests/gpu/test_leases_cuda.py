@@ -31,6 +31,7 @@ from mmcopy import (
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import LeaseError
 from mmcopy.metrics import Counter
+from mmcopy.receive import in_place
 from mmcopy.receive.cuda import registration
 from mmcopy.receive.in_place import Run
 from mmcopy.receive.plan import place
@@ -126,7 +127,7 @@ def copies(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     copy_all = stream.copy_all
 
     def counted(runs: Sequence[Run]) -> None:
-        copies.extend(run.nbytes for run in runs)
+        copies.extend(nbytes for _, _, nbytes in runs)
         copy_all(runs)
 
     monkeypatch.setattr(stream, "copy_all", counted)
@@ -197,7 +198,8 @@ def test_an_arena_in_several_parts(
     endpoint: WorkerEndpoint, receiver: Receiver, worker: WorkerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies that reach over the edges of registrations, one by one, in batches and as they are written."""
-    monkeypatch.setattr(registration, "PART_BYTES", MIB)
+    for module in (registration, in_place):
+        monkeypatch.setattr(module, "PART_BYTES", MIB)
     with Sender(ALWAYS, arena_bytes=64 * MIB) as sender:
         sender.connect(worker, timeout_s=20)
         for nbytes in EDGES:
@@ -218,7 +220,8 @@ def test_what_was_registered_before_a_refusal_is_let_go(
 ) -> None:
     from cupy.cuda import runtime
 
-    monkeypatch.setattr(registration, "PART_BYTES", MIB)
+    for module in (registration, in_place):
+        monkeypatch.setattr(module, "PART_BYTES", MIB)
     registered: list[tuple[int, int]] = []
 
     def refuse_the_fourth(address: int, nbytes: int, flags: int) -> None:

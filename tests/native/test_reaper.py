@@ -51,7 +51,7 @@ def test_all_is_closed_when_joined_and_it_can_be_used_again(
         request = opened(opener, shm_dir, count)
         before = open_descriptors()
         assert request.close(False) == (0, 0, 0, [])
-        assert request.sizes == ()
+        assert request.opened() == ((), ())
         assert opener.join(30)
         assert (opener.pending, open_descriptors()) == (0, before - count)
         assert "mmcopy-reaper" not in threads()
@@ -120,6 +120,6 @@ def test_a_forked_child_closes_its_own_and_does_not_wait(opener: _native.Request
             os._exit(99)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
-    assert request.sizes == (MIB,)
+    assert request.opened() == ((MIB,), ())
     request.close(False)
     assert opener.join(30)

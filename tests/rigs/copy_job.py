@@ -37,7 +37,7 @@ def start_of(
     pool: _native.CopyPool, request: _native.Request, slots: Sequence[Any], pieces: Sequence[Piece]
 ) -> _native.CopyJob:
     """A job of ``pool`` over all items of ``request``."""
-    return pool.start(request, slots, _native.ChunkTable(range(len(request.sizes)), pieces))
+    return pool.start(request, slots, _native.ChunkTable(range(len(request.opened()[0])), pieces))
 
 
 def copy_now(pool: _native.CopyPool, sources: Sequence[Any], slot: Any, pieces: Sequence[Piece]) -> None:

@@ -96,8 +96,7 @@ class Request:
 
         Raises the error of the first item that cannot be opened.
         """
-        self.native.open_all()
-        self._look()
+        self.sizes, self.leases = self.native.open_all()
 
     def open_reachable(self) -> None:
         """Open what can be opened here. ``missing`` gets the index and the error of each item whose segment is not
@@ -106,13 +105,13 @@ class Request:
         Unlinks nothing, not on an error either: other ranks may still want to open it. Any other error is raised.
         """
         self.missing = dict(self.native.open_reachable())
-        self._look()
+        self.sizes, self.leases = self.native.opened()
 
     def select(self, parts: Sequence[int | TensorData], items: Sequence[TensorData]) -> Request:
         """A request of these alone: open items by their indices, and tensors whose bytes came from elsewhere. ``items``
         describe them. What is open stays this request's to close."""
         part = Request(self.native.select(parts), items, self.metrics)
-        part._look()
+        part.sizes, part.leases = part.native.opened()
         return part
 
     def by_item(self) -> dict[int, int]:
@@ -140,10 +139,6 @@ class Request:
         """
         count_given_back(self.metrics, self.native.close(why == "released"), why)
         self.missing = {}
-
-    def _look(self) -> None:
-        self.sizes = self.native.sizes
-        self.leases = self.native.leases
 
 
 def count_given_back(metrics: Metrics, given_back: GivenBack, why: str) -> int:

@@ -71,4 +71,4 @@ class AttachedRequest(Request):
             handle = self._pending[n].handle
             assert handle is not None
             self.missing[n] = SegmentNotFoundError(f"segment {handle.shm_name!r} is not attached on this rank")
-        self._look()
+        self.sizes, self.leases = self.native.opened()
