@@ -39,6 +39,7 @@ impl Both {
             allowed_uids: Vec::new(),
             max_links: 1,
             max_arenas: 1,
+            max_arena_bytes: 1 << 40,
             hello_limit: LIMIT,
         });
         let endpoint = endpoint.expect("an endpoint");

@@ -310,6 +310,16 @@ pub enum Error {
         /// Comma-separated.
         prefixes: String,
     },
+    /// A file of another user than the one that it is read for.
+    #[error("{} belongs to user {uid}, and is read for user {wanted_uid}", .path.display())]
+    Foreign {
+        /// Its path.
+        path: PathBuf,
+        /// Its owner.
+        uid: u32,
+        /// Whose it should be.
+        wanted_uid: u32,
+    },
     /// Two items of one request name the same segment.
     #[error("segment {name:?} is named twice in one request")]
     NamedTwice {

@@ -33,8 +33,8 @@ const REAP_BACKLOG: usize = 8;
 
 /// Whatever keeps the bytes of an inline item valid.
 pub type Keeps = Box<dyn Any + Send + Sync>;
-/// Finds a mapped arena by its random number.
-pub type FindArena = Box<dyn Fn(u64) -> Option<Arc<Map>> + Send + Sync>;
+/// Finds the mapped arena of a lease.
+pub type FindArena = Box<dyn Fn(&LeaseHandle) -> Option<Arc<Map>> + Send + Sync>;
 /// Asked during a wait about every 50 ms; true ends the wait.
 pub type Interrupted<'a> = &'a (dyn Fn() -> bool + Sync);
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import pathlib
 import random
+import re
 import socket
 import struct
 import threading
@@ -13,9 +15,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from mmcopy import Receiver, ShmHandle, TensorData, _native
 from mmcopy.endpoint import SenderLink, WorkerEndpoint
 from mmcopy.errors import EndpointError, EndpointRefusedError
 
+from .rigs.arrays import MIB
 from .rigs.waiting import settle
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
@@ -149,6 +153,107 @@ def test_a_probe_reads_only_segments(endpoint: WorkerEndpoint, shm_dir: pathlib.
     finally:
         for path in shm_dir.iterdir():
             path.unlink()
+
+
+def sealed(content: bytes, nbytes: int, *, reserve: bool = True) -> int:
+    """A memfd of so many bytes that begins with ``content`` and can neither shrink nor grow."""
+    file = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, nbytes)
+    if reserve:
+        os.posix_fallocate(file, 0, nbytes)
+    os.pwrite(file, content, 0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return file
+
+
+class Lookalike:
+    """Files with which a peer offers an arena under the number of one that exists: its header, other memory."""
+
+    def __init__(self, arena: _native.Arena, *, data_nbytes: int, reserve: bool = True) -> None:
+        (control,) = [int(path.name) for path in memfds() if "control" in path.readlink().name]
+        self.control_nbytes = os.fstat(control).st_size
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        found = re.search(r"^(\w+)-(\w+) .*/memfd:mmcopy-arena-flags", maps, re.MULTILINE)
+        assert found is not None
+        self.flags_nbytes = int(found[2], 16) - int(found[1], 16)
+        header = bytearray(os.pread(control, self.control_nbytes, 0))
+        at = header.index(struct.pack("<Q", arena.data_nbytes))
+        header[at : at + 8] = struct.pack("<Q", data_nbytes)
+        pipe, self._write = os.pipe()
+        self.files = [
+            sealed(b"forged bytes", data_nbytes, reserve=reserve),
+            sealed(bytes(header), self.control_nbytes),
+            sealed(b"", self.flags_nbytes),
+            pipe,
+        ]
+        self.body = struct.pack(
+            "<QQQII",
+            int(arena.instance_id, 16),
+            data_nbytes,
+            self.control_nbytes,
+            arena.statistics()["num_leases"],
+            1,
+        )
+
+    def offer(self, peer: socket.socket) -> bytes:
+        passed = array.array("i", self.files)
+        peer.sendmsg([frame(OFFER, 9, self.body)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+        return peer.recv(4096)
+
+    def close(self) -> None:
+        for file in (*self.files, self._write):
+            os.close(file)
+
+
+def memfds() -> list[pathlib.Path]:
+    return [path for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink() and is_memfd(path)]
+
+
+def is_memfd(path: pathlib.Path) -> bool:
+    try:
+        return str(path.readlink()).startswith("/memfd:mmcopy-arena")
+    except FileNotFoundError:  # the one that lists this directory
+        return False
+
+
+def test_an_arena_keeps_its_number_from_other_memory(endpoint: WorkerEndpoint) -> None:
+    """A peer of the same user that offers memory of its own under a gateway's number."""
+    arena = _native.Arena(MIB)
+    with SenderLink.connect(endpoint.path, timeout_s=LIMIT_S) as link, connect(endpoint) as peer:
+        slot = arena.hand_over(link.native, timeout_s=LIMIT_S)
+        lookalike = Lookalike(arena, data_nbytes=arena.data_nbytes)
+        answer = lookalike.offer(peer)
+        assert f"the number {arena.instance_id} is that of another arena, which is mapped here" in reason_of(answer)
+        (writer,) = arena.take([4], [slot], timeout_s=LIMIT_S)
+        writer.write(b"real")
+        writer.commit()
+        item = TensorData("uint8", (4,), ShmHandle(writer.name, writer.offset, 4, writer.owner_id))
+        with Receiver("cpu", framework="numpy", endpoint=endpoint) as receiver:
+            assert receiver.receive(item).tobytes() == b"real"
+    lookalike.close()
+    arena.close(LIMIT_S)
+
+
+def test_an_arena_without_memory_behind_it_is_refused(endpoint: WorkerEndpoint) -> None:
+    """256 GiB that take no page: a worker on a GPU would pin them."""
+    arena = _native.Arena(MIB)
+    with SenderLink.connect(endpoint.path, timeout_s=LIMIT_S) as link, connect(endpoint) as peer:
+        arena.hand_over(link.native, timeout_s=LIMIT_S)
+        lookalike = Lookalike(arena, data_nbytes=256 << 30, reserve=False)
+        assert f"data: its file has memory for 4096 of {256 << 30} bytes" in reason_of(lookalike.offer(peer))
+    lookalike.close()
+    arena.close(LIMIT_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user, which takes root")
+def test_a_probe_reads_nothing_of_another_user(endpoint: WorkerEndpoint, shm_dir: pathlib.Path) -> None:
+    path = shm_dir / "mmcopy-0000000000000004-1"
+    path.write_bytes(b"abcd")
+    os.chown(path, 12345, 12345)
+    with connect(endpoint) as peer:
+        peer.send(probe(b"mmcopy-0000000000000004-1"))
+        assert f"{path} belongs to user 12345, and is read for user 0" in reason_of(peer.recv(4096))
+    path.unlink()
 
 
 def test_a_peer_that_takes_no_answers_is_cut_off(endpoint: WorkerEndpoint) -> None:

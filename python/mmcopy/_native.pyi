@@ -572,6 +572,7 @@ class WorkerEndpoint:
         allowed_uids: Sequence[int],
         max_links: int,
         max_arenas: int,
+        max_arena_bytes: int,
         hello_timeout_s: float,
     ) -> Self:
         """Create the directory when it is missing, remove dead workers' sockets of our user, and listen.

@@ -62,8 +62,9 @@ class WorkerEndpoint:
 
     A probe opens segments in ``shm_dir`` whose names begin with one of ``accept_prefixes``, by the rules by which a
     receiver opens them. What senders that are gone left in ``shm_dir`` is removed at the start and now and then. At
-    most ``max_links`` senders are connected at once, with ``max_arenas`` arenas; one that connects has
-    ``hello_timeout_s`` to say so. A peer's bad frame ends its own connection and no other.
+    most ``max_links`` senders are connected at once, with ``max_arenas`` arenas of ``max_arena_bytes`` bytes in all,
+    which a receiver on a GPU pins; one that connects has ``hello_timeout_s`` to say so. A peer's bad frame ends its own
+    connection and no other. A sender whose arena is refused sends segments.
 
     Creating it does not block for peers. It raises :class:`EndpointError` (also for a path
     longer than a unix socket takes) and
@@ -80,6 +81,7 @@ class WorkerEndpoint:
         allowed_uids: Sequence[int] = (),
         max_links: int = 256,
         max_arenas: int = 64,
+        max_arena_bytes: int = 256 << 30,
         hello_timeout_s: float = 5.0,
     ) -> None:
         prefixes = parse_prefixes(accept_prefixes, setting="accept_prefixes")
@@ -94,6 +96,7 @@ class WorkerEndpoint:
             allowed_uids=uids,
             max_links=parse_count(max_links, setting="max_links"),
             max_arenas=parse_count(max_arenas, setting="max_arenas", least=0),
+            max_arena_bytes=parse_count(max_arena_bytes, setting="max_arena_bytes", least=0),
             hello_timeout_s=parse_seconds(hello_timeout_s, setting="hello_timeout_s"),
         )
 

@@ -15,6 +15,7 @@ use super::memfd;
 use super::record::{self, Written};
 use super::table::MAX_CONSUMERS;
 use crate::endpoint::Offer;
+use crate::entry::Identity;
 use crate::fork::{Descriptor, Process};
 use crate::memory::Source;
 use crate::{Error, Result};
@@ -32,6 +33,7 @@ const SPINS_A_LOOK: usize = 64;
 #[derive(Debug)]
 pub struct Map {
     instance: u64,
+    files: [Identity; 2],
     slot: u32,
     num_leases: u32,
     is_read_only: bool,
@@ -93,8 +95,8 @@ impl Map {
         }
         let flags_nbytes = layout::flags_nbytes(num_leases) as u64;
         let of = |name: &'static str| move |reason: String| ArenaError::Offered { reason: format!("{name}: {reason}") };
-        let is_data_read_only = memfd::verify(&data, data_nbytes).map_err(of("data"))?;
-        let is_control_read_only = memfd::verify(&control, control_nbytes).map_err(of("control"))?;
+        let (is_data_read_only, data_file) = memfd::verify(&data, data_nbytes).map_err(of("data"))?;
+        let (is_control_read_only, control_file) = memfd::verify(&control, control_nbytes).map_err(of("control"))?;
         memfd::verify(&flags, flags_nbytes).map_err(of("flags"))?;
         let map = |file: &OwnedFd, nbytes: u64, access: Access, name: &'static str| {
             // No loss: it was checked against MOST_DATA_BYTES, or counted from MOST_LEASES.
@@ -107,6 +109,7 @@ impl Map {
         }
         Ok(Self {
             instance,
+            files: [data_file, control_file],
             slot,
             num_leases,
             is_read_only: is_data_read_only && is_control_read_only,
@@ -123,6 +126,21 @@ impl Map {
     /// The arena's random number.
     pub const fn instance(&self) -> u64 {
         self.instance
+    }
+
+    /// Whether the other is the same memory, perhaps with us as another consumer: equal numbers alone do not say so,
+    /// since anyone who connects can name any number.
+    pub(crate) fn is_same_memory(&self, other: &Self) -> bool {
+        self.files == other.files
+    }
+
+    /// Whether a lease of this arena is for us as this consumer.
+    pub(crate) fn is_for_us(&self, handle: &LeaseHandle) -> bool {
+        handle.instance == self.instance
+            && handle.index < self.num_leases
+            && layout::record(&self.control, handle.index)
+                .read(handle.generation)
+                .is_some_and(|entry| entry.consumers & (1 << self.slot) != 0)
     }
 
     /// Our number as a consumer of this arena.

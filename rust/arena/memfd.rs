@@ -11,12 +11,15 @@ use rustix::mm::Advice;
 use super::error::ArenaError;
 use super::mapping::{Access, Mapping};
 use super::{HugePages, Report};
+use crate::entry::Identity;
 
 /// `fallocate` undoes its work when a signal arrives; in pieces of this size a process with a timer gets on.
 const RESERVE_BYTES: u64 = 64 << 20;
 /// What one thread populates at a time.
 const POPULATE_BYTES: usize = 16 << 20;
 const HUGE_BYTES: usize = 2 << 20;
+/// The unit of `st_blocks`, whatever the file system.
+const STAT_BLOCK_BYTES: u64 = 512;
 
 /// What every arena's file has: it can neither shrink under a reader nor grow.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -107,8 +110,9 @@ fn seal(file: &OwnedFd) -> Result<bool, Errno> {
     }
 }
 
-/// A file that was received: `nbytes` long, and sealed so that it stays so (M2). Whether nobody can map it writable.
-pub(super) fn verify(file: impl AsFd, nbytes: u64) -> Result<bool, String> {
+/// A file that was received: `nbytes` long, sealed so that it stays so (M2), and with memory behind all of it, as its
+/// maker reserves it: else reading it would take our memory. Whether nobody can map it writable, and which file it is.
+pub(super) fn verify(file: impl AsFd, nbytes: u64) -> Result<(bool, Identity), String> {
     let seals = rustix::fs::fcntl_get_seals(&file).map_err(|errno| format!("it is no memfd ({errno})"))?;
     if !seals.contains(SIZE_SEALS) {
         return Err(format!("it is not sealed against shrinking and growing: its seals are {:#x}", seals.bits()));
@@ -117,7 +121,11 @@ pub(super) fn verify(file: impl AsFd, nbytes: u64) -> Result<bool, String> {
     if u64::try_from(found.st_size) != Ok(nbytes) {
         return Err(format!("its file has {} bytes, {nbytes} were named", found.st_size));
     }
-    Ok(seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE))
+    let reserved_nbytes = u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(STAT_BLOCK_BYTES);
+    if reserved_nbytes < nbytes {
+        return Err(format!("its file has memory for {reserved_nbytes} of {nbytes} bytes"));
+    }
+    Ok((seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE), Identity::of(&found)))
 }
 
 fn reserve(file: &OwnedFd, nbytes: u64) -> Result<(), Errno> {
@@ -227,7 +235,7 @@ mod tests {
         let (file, mapping, report) = data(4 << 20, HugePages::Off, 3).unwrap();
         mapping.target().store(7, &[1_u8, 2, 3]);
         assert!(report.is_read_only_for_consumers);
-        assert_eq!(verify(&file, 4 << 20), Ok(true));
+        assert!(verify(&file, 4 << 20).unwrap().0);
         assert_eq!(rustix::fs::ftruncate(&file, 0), Err(Errno::PERM));
         assert_eq!(rustix::fs::ftruncate(&file, 8 << 20), Err(Errno::PERM));
         assert_eq!(rustix::io::pwrite(&file, b"x", 0), Err(Errno::PERM));
@@ -248,7 +256,7 @@ mod tests {
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
         assert!(verify(&file, 4096).unwrap_err().contains("not sealed"));
         rustix::fs::fcntl_add_seals(&file, SealFlags::GROW).unwrap();
-        assert_eq!(verify(&file, 4096), Ok(false));
+        assert!(!verify(&file, 4096).unwrap().0);
         assert_eq!(verify(&file, 8192).unwrap_err(), "its file has 4096 bytes, 8192 were named");
         assert!(verify(tempfile::tempfile().unwrap(), 0).is_err());
     }

@@ -31,6 +31,7 @@ impl Worker {
             allowed_uids: Vec::new(),
             max_links: 8,
             max_arenas: 3,
+            max_arena_bytes: 1 << 40,
             hello_limit: LIMIT,
         })
         .unwrap();

@@ -21,6 +21,9 @@ use crate::{Error, Result};
 /// Frames that one sender may have answered before the others' turn.
 const FRAMES_A_TURN: usize = 16;
 
+/// Arenas over one connection at most; a sender has one.
+const ARENAS_A_LINK: usize = 4;
+
 /// What answering needs to know.
 #[derive(Debug)]
 pub(super) struct ServerConfig {
@@ -35,6 +38,8 @@ pub(super) struct ServerConfig {
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) socket: Socket,
+    /// Its user, as the kernel reports it.
+    uid: u32,
     stage: Stage,
     arenas: Arc<Arenas>,
     /// What this sender has handed over.
@@ -63,7 +68,7 @@ impl Peer {
             refuse(&socket, &fault);
             return Err(fault);
         }
-        Ok(Self { socket, stage: Stage::New(hello_by), arenas: Arc::clone(&config.arenas), maps: Vec::new() })
+        Ok(Self { socket, uid, stage: Stage::New(hello_by), arenas: Arc::clone(&config.arenas), maps: Vec::new() })
     }
 
     /// When it is cut off unless it says Hello.
@@ -97,7 +102,9 @@ impl Peer {
                 self.stage = Stage::Known;
                 Ok(Message::Hello { instance: config.instance })
             }
-            (Stage::Known, Message::Probe { name, offset, nbytes }) => Ok(probe(config, &name, offset, nbytes)),
+            (Stage::Known, Message::Probe { name, offset, nbytes }) => {
+                Ok(probe(config, self.uid, &name, offset, nbytes))
+            }
             (Stage::Known, Message::Offer(offer)) => Ok(self.take(offer, arrived.descriptors)),
             (stage, message) => {
                 let when = if matches!(stage, Stage::New(_)) { "before Hello" } else { "from a sender" };
@@ -107,6 +114,10 @@ impl Peer {
     }
 
     fn take(&mut self, offer: Offer, descriptors: Vec<OwnedFd>) -> Message {
+        if self.maps.len() >= ARENAS_A_LINK {
+            let reason = format!("{} arenas came over this connection already", self.maps.len());
+            return Message::Refused { errno: 0, reason };
+        }
         let taken = Map::new(offer, descriptors).map_err(|fault| fault.to_string()).and_then(|map| {
             let map = Arc::new(map);
             self.arenas.add(&map).map(|()| map)
@@ -134,8 +145,8 @@ pub(super) fn refuse(socket: &Socket, fault: &EndpointError) {
     let _ = socket.send(&Message::Refused { errno: 0, reason: fault.to_string() }, 0, &[]);
 }
 
-fn probe(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Message {
-    match read(config, name, offset, nbytes) {
+fn probe(config: &ServerConfig, uid: u32, name: &str, offset: u64, nbytes: u32) -> Message {
+    match read(config, uid, name, offset, nbytes) {
         Ok(bytes) => Message::ProbeRead { bytes },
         Err(error) => {
             Message::ProbeFailed { errno: error.os().map_or(-1, |(errno, _)| errno), reason: error.to_string() }
@@ -143,7 +154,7 @@ fn probe(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Message
     }
 }
 
-fn read(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Result<Vec<u8>> {
+fn read(config: &ServerConfig, uid: u32, name: &str, offset: u64, nbytes: u32) -> Result<Vec<u8>> {
     let name = SegmentName::parse(name)?;
     if !config.accept_prefixes.iter().any(|prefix| name.as_str().starts_with(prefix)) {
         return Err(Error::Name {
@@ -152,6 +163,11 @@ fn read(config: &ServerConfig, name: &str, offset: u64, nbytes: u32) -> Result<V
         });
     }
     let segment = Segment::open(&config.shm_dir, &name)?;
+    // A sender probes with a file of its own: we read for nobody what its user might not be allowed to.
+    if segment.uid() != uid {
+        let (path, uid_found) = (name.path_in(&config.shm_dir), segment.uid());
+        return Err(Error::Foreign { path, uid: uid_found, wanted_uid: uid });
+    }
     let mut bytes = vec![0; (nbytes as usize).min(MAX_PROBE_BYTES)];
     segment.read_into(Target::from_slice(&mut bytes), offset, NonZeroUsize::MIN)?;
     Ok(bytes)

@@ -16,7 +16,7 @@ use super::arenas::Arenas;
 use super::directory;
 use super::peer::{Peer, ServerConfig};
 use super::socket::{Deadline, poll};
-use crate::arena::Map;
+use crate::arena::{LeaseHandle, Map};
 use crate::entry::Identity;
 use crate::fork::{Descriptor, Process};
 use crate::sweeper::{self, Found, Sweeper};
@@ -40,6 +40,8 @@ pub struct Options {
     pub max_links: usize,
     /// Arenas at once; further ones are refused.
     pub max_arenas: usize,
+    /// Bytes of all arenas together; one that would be too much is refused.
+    pub max_arena_bytes: u64,
     /// How long a new connection has to say Hello.
     pub hello_limit: Duration,
 }
@@ -113,7 +115,7 @@ impl WorkerEndpoint {
                 shm_dir: options.shm_dir,
                 accept_prefixes: options.accept_prefixes,
                 allowed_uids: options.allowed_uids,
-                arenas: Arc::new(Arenas::new(options.max_arenas)),
+                arenas: Arc::new(Arenas::new(options.max_arenas, options.max_arena_bytes)),
             },
             is_closing: AtomicBool::new(false),
             max_links: options.max_links,
@@ -159,6 +161,11 @@ impl WorkerEndpoint {
     /// The arena of this random number, while its sender is connected.
     pub fn find_arena(&self, instance: u64) -> Option<Arc<Map>> {
         if self.process.is_current() { self.shared.config.arenas.find(instance) } else { None }
+    }
+
+    /// The arena of a lease, while its sender is connected.
+    pub fn find_arena_of(&self, handle: &LeaseHandle) -> Option<Arc<Map>> {
+        if self.process.is_current() { self.shared.config.arenas.find_for(handle) } else { None }
     }
 
     /// Blocks until more than `seen` arenas were handed over since the start; how many were.

@@ -16,6 +16,7 @@ fn options(directory: &Path, shm_dir: &Path) -> Options {
         allowed_uids: Vec::new(),
         max_links: 4,
         max_arenas: 4,
+        max_arena_bytes: 1 << 40,
         hello_limit: Duration::from_secs(5),
     }
 }

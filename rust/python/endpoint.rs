@@ -22,8 +22,8 @@ impl PyWorkerEndpoint {
     #[new]
     #[allow(clippy::too_many_arguments)]
     #[pyo3(
-        signature = (directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_timeout_s),
-        text_signature = "(directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_timeout_s)"
+        signature = (directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, max_arena_bytes, hello_timeout_s),
+        text_signature = "(directory, *, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, max_arena_bytes, hello_timeout_s)"
     )]
     fn new(
         py: Python<'_>,
@@ -33,10 +33,20 @@ impl PyWorkerEndpoint {
         allowed_uids: Vec<u32>,
         max_links: usize,
         max_arenas: usize,
+        max_arena_bytes: u64,
         hello_timeout_s: Limit,
     ) -> PyResult<Self> {
         let hello_limit = hello_timeout_s.0;
-        let options = Options { directory, shm_dir, accept_prefixes, allowed_uids, max_links, max_arenas, hello_limit };
+        let options = Options {
+            directory,
+            shm_dir,
+            accept_prefixes,
+            allowed_uids,
+            max_links,
+            max_arenas,
+            max_arena_bytes,
+            hello_limit,
+        };
         Ok(Self { endpoint: py.detach(|| WorkerEndpoint::create(options))? })
     }
 

@@ -26,7 +26,7 @@ const fn class_name(error: &Error) -> &'static str {
         | Error::NotInline => "PayloadError",
         Error::Threads { .. } | Error::Grace { .. } | Error::Limit { .. } | Error::Spawn { .. } => "ConfigError",
         Error::NotFound { .. } => "SegmentNotFoundError",
-        Error::Permission { .. } => "SegmentPermissionError",
+        Error::Permission { .. } | Error::Foreign { .. } => "SegmentPermissionError",
         Error::NoSpace { .. } => "NoSpaceError",
         Error::Exists { .. } | Error::Kind { .. } | Error::Io { .. } => "SegmentError",
         Error::Size { .. } | Error::Range { .. } | Error::Truncated { .. } => "SegmentSizeError",

@@ -46,7 +46,7 @@ impl PyRequestOpener {
         timeout_s: Limit,
     ) -> Self {
         let find_arena = endpoint.map(|endpoint| -> crate::request::FindArena {
-            Box::new(move |instance| endpoint.get().core().find_arena(instance))
+            Box::new(move |handle| endpoint.get().core().find_arena_of(handle))
         });
         let reaper = Reaper::new();
         Self { opener: Arc::new(Opener { shm_dir, accept_prefixes, find_arena, limit: timeout_s.0, reaper }) }

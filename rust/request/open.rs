@@ -23,7 +23,7 @@ impl Opener {
     fn arena_of(&self, handle: &LeaseHandle) -> Result<Arc<Map>> {
         let unknown = |why| ArenaError::UnknownArena { name: handle.name(), why };
         let find = self.find_arena.as_ref().ok_or_else(|| unknown("this receiver has no endpoint"))?;
-        Ok(find(handle.instance()).ok_or_else(|| unknown("no sender that is connected has it"))?)
+        Ok(find(handle).ok_or_else(|| unknown("no sender that is connected has it"))?)
     }
 
     /// Unlinks the segment, or releases the lease, of an item that is not open. What cannot be opened is left alone.
@@ -115,14 +115,17 @@ impl Request {
             Item::Lease { handle, nbytes } => {
                 let handle = handle.as_ref().map_err(Clone::clone)?;
                 let known = seen.arenas.iter().find(|map| map.instance() == handle.instance());
-                let map = if let Some(map) = known {
-                    Arc::clone(map)
-                } else {
-                    let map = self.opener.arena_of(handle)?;
-                    seen.arenas.push(Arc::clone(&map));
-                    map
+                let (map, claim) = match known.map(|map| map.claim(handle).map(|claim| (Arc::clone(map), claim))) {
+                    Some(Ok(claimed)) => claimed,
+                    // Its arena was not looked up yet, or the lease is for another consumer that we are, too.
+                    None | Some(Err(Error::Arena(ArenaError::Forged { .. }))) => {
+                        let map = self.opener.arena_of(handle)?;
+                        let claim = map.claim(handle)?;
+                        seen.arenas.push(Arc::clone(&map));
+                        (map, claim)
+                    }
+                    Some(Err(error)) => return Err(error),
                 };
-                let claim = map.claim(handle)?;
                 let body = Body::Lease { map, claim, is_kept: AtomicBool::new(false) };
                 state.entries.push(Arc::new(Entry { body, nbytes: *nbytes }));
             }

@@ -351,6 +351,55 @@ def test_a_worker_that_takes_no_arenas(arena: _native.Arena, tmp_path: pathlib.P
     assert arena.statistics()["consumers"] == 0
 
 
+def test_bytes_of_all_arenas_are_limited(tmp_path: pathlib.Path) -> None:
+    first, second = _native.Arena(4 * MIB), _native.Arena(2 * MIB)
+    with WorkerEndpoint(tmp_path / "run", max_arena_bytes=5 * MIB) as endpoint:
+        _, link = connect(first, endpoint.path)
+        _, again = connect(first, endpoint.path)  # the same memory, which counts once
+        with pytest.raises(EndpointRefusedError, match="2097152 bytes more than the 4194304 that are mapped, at most"):
+            connect(second, endpoint.path)
+        for each in (link, again):
+            each.close()
+        assert settle(lambda: endpoint.native.arenas() == [])
+        _, link = connect(second, endpoint.path)
+        link.close()
+    for arena in (first, second):
+        arena.close(LIMIT_S)
+
+
+def test_one_connection_brings_a_few_arenas(tmp_path: pathlib.Path) -> None:
+    arenas = [_native.Arena(MIB) for _ in range(5)]
+    with WorkerEndpoint(tmp_path / "run") as endpoint, SenderLink.connect(endpoint.path, timeout_s=LIMIT_S) as link:
+        for arena in arenas[:4]:
+            arena.hand_over(link.native, timeout_s=LIMIT_S)
+        with pytest.raises(EndpointRefusedError, match="4 arenas came over this connection already"):
+            arenas[4].hand_over(link.native, timeout_s=LIMIT_S)
+        assert len(endpoint.native.arenas()) == 4
+    for arena in arenas:
+        arena.close(LIMIT_S)
+
+
+def test_an_arena_that_comes_twice_is_read_as_each_of_the_two_consumers(arena: _native.Arena, worker: Worker) -> None:
+    """As for a worker that a gateway knows by two addresses."""
+    (one, first), (two, second) = connect(arena, worker.path), connect(arena, worker.path)
+    assert one != two
+    handles = [send(arena, bytes([n]) * 100, [slot]) for n, slot in enumerate([one, two, two, one])]
+    opener = _native.RequestOpener("/dev/shm", [], worker.endpoint.native, timeout_s=LIMIT_S)
+    request = opener.request([TensorData("uint8", (100,), ShmHandle(*handle)) for handle in handles])
+    request.open_all()
+    read = bytearray(400)
+    request.read(_native.Extents([(n, 0, 0, 0, 100 * n, 100) for n in range(4)]), [read], num_threads=1)
+    request.close(False)
+    assert read == b"".join(bytes([n]) * 100 for n in range(4))
+    assert settle(lambda: is_empty(arena))
+    second.close()  # the newer one
+    assert settle(lambda: len(worker.endpoint.native.arenas()) == 1)
+    left = opener.request([TensorData("uint8", (5,), ShmHandle(*send(arena, b"again", [one])))])
+    left.open_all()
+    left.close(False)
+    first.close()
+
+
 def test_options_and_report() -> None:
     with pytest.raises(ConfigError, match="data_nbytes is 0"):
         _native.Arena(0)

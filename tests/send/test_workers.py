@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcopy import Metrics, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, shm_namespace_id
+from mmcopy import Metrics, Receiver, Sender, ShmHandle, TensorData, TransportConfig, WorkerSpec, shm_namespace_id
 from mmcopy.endpoint import WorkerEndpoint
 from mmcopy.errors import ClosedError
 from mmcopy.metrics import Counter
@@ -281,13 +281,14 @@ def test_many_threads_ask_once(shm_dir: pathlib.Path, start: Callable[..., Worke
 
 def test_what_is_remembered_of_workers_is_bounded(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:
     workers = Workers(str(shm_dir), probe_max_age_s=30, metrics=Metrics(), unlink=lambda _: None, max_workers=4)
-    with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
-        for n in range(12):
+    with contextlib.ExitStack() as opened:
+        endpoints = [opened.enter_context(WorkerEndpoint(directory, shm_dir=shm_dir)) for _ in range(12)]
+        for n, endpoint in enumerate(endpoints):
             spec = WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": endpoint.path})
             assert workers.connect(spec, timeout_s=LIMIT_S).reason is None
-        assert settle(lambda: endpoint.statistics()["links"] == 4)
+        assert settle(lambda: [endpoint.statistics()["links"] for endpoint in endpoints] == [0] * 8 + [1] * 4)
         workers.close()
-        assert settle(lambda: endpoint.statistics()["links"] == 0)
+        assert settle(lambda: not any(endpoint.statistics()["links"] for endpoint in endpoints))
 
 
 def test_a_sender_that_is_dropped_or_closed_ends_its_connections(
@@ -384,6 +385,47 @@ def test_an_address_that_is_none_stops_no_other_worker_from_being_asked(
         assert "proofs" not in sender.metrics.snapshot()  # there is nobody to ask
         assert sender.connect(odd, timeout_s=LIMIT_S).reason is Reason.PROBE_FAILED
         assert sender.connect(start().spec, timeout_s=LIMIT_S).ok
+
+
+def test_a_worker_of_two_urls_is_one_consumer_with_one_connection(
+    directory: pathlib.Path, shm_dir: pathlib.Path
+) -> None:
+    """By ip and by name, as two roles, or because one advertises the other's socket."""
+    with (
+        WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint,
+        Receiver("cpu", framework="numpy", endpoint=endpoint) as receiver,
+        Sender(AUTO, shm_dir=shm_dir, arena_bytes=4 << 20) as sender,
+    ):
+        alias = directory / "alias.sock"
+        alias.symlink_to(endpoint.path)
+        paths = {"grpc://10.0.0.1": endpoint.path, "grpc://host": endpoint.path, "grpc://alias": str(alias)}
+        specs = [WorkerSpec(url, labels={"mmcopy_endpoint": path}) for url, path in paths.items()]
+        found = [sender.connect(spec, timeout_s=LIMIT_S) for spec in specs]
+        assert [(each.ok, each.slot) for each in found] == [(True, found[0].slot)] * 3
+        assert endpoint.statistics()["links"] == 1
+        for _ in range(2):
+            for spec in specs:
+                data = sender.send(BIG, worker=spec)
+                assert data.path == "lease"
+                assert (receiver.receive(data) == BIG).all()
+        # One process can claim a lease once: two readers in it need two segments.
+        assert sender.send(BIG, worker=specs[:2], consumers=2).path != "lease"
+        assert settle(lambda: sender.leases_out == 0)
+        for path in shm_dir.iterdir():
+            if path.suffix != ".lock":
+                path.unlink()
+
+
+def test_a_shared_connection_outlives_one_of_its_urls(directory: pathlib.Path, shm_dir: pathlib.Path) -> None:
+    with WorkerEndpoint(directory, shm_dir=shm_dir) as endpoint:
+        workers = Workers(str(shm_dir), probe_max_age_s=60, metrics=Metrics(), unlink=lambda names: None, max_workers=2)
+        specs = [WorkerSpec(f"grpc://{n}", labels={"mmcopy_endpoint": endpoint.path}) for n in range(4)]
+        for spec in specs:
+            assert workers.connect(spec, timeout_s=LIMIT_S).ok
+            assert endpoint.statistics()["links"] == 1
+        assert workers.sharing(specs[-2]).ok
+        workers.close()
+        assert settle(lambda: endpoint.statistics()["links"] == 0)
 
 
 def test_a_forgotten_worker_keeps_what_it_was_sent(shm_dir: pathlib.Path, directory: pathlib.Path) -> None:

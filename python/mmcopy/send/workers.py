@@ -319,7 +319,9 @@ class Workers:
                     down = worker.url
         for known in ended:
             self._report(known)
-        return Snapshot(tuple(sharing), tuple(slots) if len(slots) == len(receivers) else (), down), waits_for
+        # Receivers that are one process have one slot, which claims a lease once.
+        has_all = len(set(slots)) == len(receivers)
+        return Snapshot(tuple(sharing), tuple(slots) if has_all else (), down), waits_for
 
     def _known(self, worker: WorkerSpec) -> _Worker:
         key = _key_of(worker)
@@ -328,9 +330,7 @@ class Workers:
             known = self._workers[key] = _Worker(*key)
             if len(self._workers) > self._max_workers:
                 _, oldest = self._workers.popitem(last=False)
-                link = self._disconnect(oldest)
-                if link is not None:
-                    link.close()
+                self._close_unshared(self._disconnect(oldest))
         self._workers.move_to_end(key)
         return known
 
@@ -339,6 +339,33 @@ class Workers:
         """Its link, which the caller closes: a link that we end ourselves does not say that the worker has ended."""
         link, known.link, known.native, known.slot = known.link, None, None, None
         return link
+
+    def _find_link(self, path: str, worker_id: str) -> SenderLink | None:
+        """An open connection to the process behind this socket, or that says so of itself: a worker that is known by
+        several urls has one connection, and is one consumer of the arena."""
+        for known in self._workers.values():
+            if known.link is not None and not known.link.closed:
+                if worker_id and known.link.native.worker_id == worker_id:
+                    return known.link
+                if path and known.path == path:
+                    return known.link
+        return None
+
+    def _sharing_link(self, link: SenderLink) -> list[_Worker]:
+        return [known for known in self._workers.values() if known.link is link]
+
+    def _close_unshared(self, link: SenderLink | None) -> None:
+        if link is not None and not self._sharing_link(link):
+            link.close()
+
+    def _end(self, link: SenderLink, *, besides: _Worker, gone: bool) -> None:
+        """Close a connection. Where we end it ourselves that does not say that the worker has ended: others that share
+        it lose it, ``besides`` keeps it as closed."""
+        if not gone:
+            for known in self._sharing_link(link):
+                if known is not besides:
+                    self._disconnect(known)
+        link.close()
 
     def _check(self, known: _Worker) -> None:
         """Look whether the worker is still connected."""
@@ -451,11 +478,16 @@ class Workers:
     def _ask(self, known: _Worker) -> None:
         started = time.monotonic()
         with self._lock:
-            link = known.link
+            link = known.link or self._find_link(known.path, "")
         gone = False
         try:
             if link is None:
                 link = SenderLink.connect(known.path, timeout_s=self._ask_timeout_s, allowed_uids=(_ROOT,))
+                with self._lock:
+                    shared = self._find_link("", link.native.worker_id)
+                if shared is not None:
+                    link.close()
+                    link = shared
             result = link.probe(self._shm_dir, timeout_s=self._ask_timeout_s)
             ok, reason = result.ok, result.reason
         except MmcopyTimeoutError as error:
@@ -465,7 +497,8 @@ class Workers:
             ok, reason = False, str(error)
             gone = isinstance(error, EndpointGoneError)
             if link is not None:
-                link.close()
+                with self._lock:
+                    self._end(link, besides=known, gone=gone)
                 link = None
         self._metrics.count(Counter.PROBES, "ok" if ok else "gone" if gone else "failed")
         if not ok:
@@ -473,8 +506,8 @@ class Workers:
         with self._lock:
             if self._workers.get((known.url, known.path)) is known:
                 self._answer(known, link, started, ok=ok, gone=gone, reason=reason)
-            elif link is not None:  # it was forgotten meanwhile, or all were
-                link.close()
+            else:  # it was forgotten meanwhile, or all were
+                self._close_unshared(link)
         self._report(known)
         known.answered.set()
         try:
@@ -511,14 +544,22 @@ class Workers:
                 known.no_arena = f"not handed over at {known.path}: no connection"
             if link is None or known.slot is not None or not self._is_offer_due(known, link):
                 return
-            known.offered, known.is_offered = link, True
+            sharing = self._sharing_link(link)
+            slots = [other.slot for other in sharing if other.slot is not None]
+            if slots:
+                known.slot, known.offered, known.next_offer = slots[0], link, math.inf
+                return
+            for other in sharing:
+                other.is_offered = True
+            known.offered = link
         slot, error = None, None
         try:
             slot = self._hand_over(link)
         except MmcopyError as raised:
             error = raised
         with self._lock:
-            known.is_offered = False
+            for other in sharing:
+                other.is_offered = False
             known.no_arena = _why_no_arena(known.path, error)
             if known.link is not link:
                 return
@@ -529,6 +570,7 @@ class Workers:
                 link.close()
                 self._lose(known)
             elif link.closed and not isinstance(error, _KEEPS_THE_LINK):  # by us: it says nothing about the worker
+                self._end(link, besides=known, gone=False)
                 known.link = known.native = None
         self._report(known)
 
