@@ -256,6 +256,8 @@ mod tests {
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
         assert!(verify(&file, 4096).unwrap_err().contains("not sealed"));
         rustix::fs::fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+        assert_eq!(verify(&file, 4096).unwrap_err(), "its file has memory for 0 of 4096 bytes");
+        reserve(&file, 4096).unwrap();
         assert!(!verify(&file, 4096).unwrap().0);
         assert_eq!(verify(&file, 8192).unwrap_err(), "its file has 4096 bytes, 8192 were named");
         assert!(verify(tempfile::tempfile().unwrap(), 0).is_err());

@@ -11,7 +11,7 @@ const NEVER: Interrupted<'static> = &|| false;
 fn opener(shm: &Path) -> Arc<Opener> {
     Arc::new(Opener {
         shm_dir: shm.to_path_buf(),
-        accept_prefixes: vec!["mmcopy-".to_owned(), "other-".to_owned()],
+        accept_prefixes: vec!["ours-".to_owned(), "other-".to_owned()],
         find_arena: None,
         limit: Duration::from_secs(5),
         reaper: Reaper::new(),
@@ -44,7 +44,7 @@ fn all_items_are_open_and_read_and_nothing_is_left() {
     let shm = tempfile::tempdir().unwrap();
     let opener = opener(shm.path());
     let large: Vec<u8> = (0..3 << 20).map(|at: u32| (at >> 5) as u8).collect();
-    let request = Request::new(&opener, vec![segment(shm.path(), "mmcopy-1", &large), inline(b"abcdef")]);
+    let request = Request::new(&opener, vec![segment(shm.path(), "ours-1", &large), inline(b"abcdef")]);
     request.open_all().unwrap();
     assert_eq!(request.entries().iter().map(|entry| entry.nbytes()).collect::<Vec<_>>(), [3 << 20, 6]);
     assert_eq!(request.unlink().num_removed, 1);
@@ -70,22 +70,22 @@ fn the_first_bad_item_fails_all_and_every_segment_goes() {
     let shm = tempfile::tempdir().unwrap();
     let item = |name: &str, offset| Item::named(name, offset, 3, "");
     for (bad, left) in [
-        (item("mmcopy-gone", 0), vec![]),
+        (item("ours-gone", 0), vec![]),
         (item("foreign-1", 0), vec!["foreign-1".to_owned()]),
         (item("a/b", 0), vec![]),
-        (item("mmcopy-1", 0), vec![]),
+        (item("ours-1", 0), vec![]),
         (item("mmcopyarena-x", 0), vec![]),
         (item("other-short", 2), vec![]),
     ] {
-        segment(shm.path(), "mmcopy-1", b"abc");
-        segment(shm.path(), "mmcopy-3", b"abc");
+        segment(shm.path(), "ours-1", b"abc");
+        segment(shm.path(), "ours-3", b"abc");
         if let Item::Segment { name: Ok(name), .. } = &bad
-            && name.as_str() != "mmcopy-gone"
-            && name.as_str() != "mmcopy-1"
+            && name.as_str() != "ours-gone"
+            && name.as_str() != "ours-1"
         {
             segment(shm.path(), name.as_str(), b"abc");
         }
-        let request = Request::new(&opener(shm.path()), vec![item("mmcopy-1", 0), bad, item("mmcopy-3", 0)]);
+        let request = Request::new(&opener(shm.path()), vec![item("ours-1", 0), bad, item("ours-3", 0)]);
         let error = request.open_all().unwrap_err();
         let given_back = request.close(true);
         assert_eq!(names(shm.path()), left, "{error}");
@@ -98,12 +98,12 @@ fn the_first_bad_item_fails_all_and_every_segment_goes() {
 fn what_is_out_of_reach_is_named_and_the_rest_is_open() {
     let shm = tempfile::tempdir().unwrap();
     let lease = Item::named("mmcopyarena-0123456789abcdef-0-1", 0, 3, "mmcopy-0123456789abcdef");
-    let items = vec![Item::named("mmcopy-gone", 0, 3, ""), segment(shm.path(), "mmcopy-1", b"abc"), lease];
+    let items = vec![Item::named("ours-gone", 0, 3, ""), segment(shm.path(), "ours-1", b"abc"), lease];
     let request = Request::new(&opener(shm.path()), items);
     let missing = request.open_reachable().unwrap();
     assert_eq!(missing.iter().map(|(index, _)| *index).collect::<Vec<_>>(), [0, 2]);
     assert_eq!(request.entries().len(), 1);
-    assert_eq!(names(shm.path()), ["mmcopy-1"]);
+    assert_eq!(names(shm.path()), ["ours-1"]);
     assert_eq!(request.close(true).num_removed, 1);
     assert_eq!(names(shm.path()), [""; 0]);
 }

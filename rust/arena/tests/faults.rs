@@ -285,7 +285,7 @@ fn what_is_no_arena_is_refused() {
     let worker = Worker::new();
     let sealed = |nbytes: u64, seals: SealFlags| -> OwnedFd {
         let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-        rustix::fs::ftruncate(&file, nbytes).unwrap();
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, nbytes).unwrap();
         rustix::fs::fcntl_add_seals(&file, seals).unwrap();
         file
     };
