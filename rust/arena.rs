@@ -68,6 +68,7 @@ mod map;
 mod mapping;
 mod memfd;
 mod options;
+mod pass;
 mod progress;
 mod reclaim;
 mod record;

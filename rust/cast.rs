@@ -106,14 +106,11 @@ pub fn cast(kind: Cast, source: Source<'_>, target: Target<'_>, num_threads: Non
     let (from, to) = (kind.from().itemsize(), kind.to().itemsize());
     let unit_bytes = NonZeroUsize::new(from.max(to)).unwrap_or(NonZeroUsize::MIN);
     let plan = Plan::new(src_nbytes / from, unit_bytes, num_threads);
-    let done: std::result::Result<(), Infallible> = plan.run(
-        || (),
-        |(), range| {
-            let part = source.slice(range.start * from..range.end * from);
-            kind.apply(part, target.slice(range.start * to..range.end * to));
-            Ok(())
-        },
-    );
+    let done: std::result::Result<(), Infallible> = plan.run(|range| {
+        let part = source.slice(range.start * from..range.end * from);
+        kind.apply(part, target.slice(range.start * to..range.end * to));
+        Ok(())
+    });
     done.unwrap_or_else(|never| match never {});
     Ok(())
 }

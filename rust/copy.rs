@@ -19,13 +19,10 @@ pub fn copy(source: Source<'_>, target: Target<'_>, num_threads: NonZeroUsize) -
         return Ok(());
     }
     let plan = Plan::new(nbytes, NonZeroUsize::MIN, num_threads);
-    let done: std::result::Result<(), Infallible> = plan.run(
-        || (),
-        |(), range| {
-            source.slice(range.clone()).copy_to(target.slice(range));
-            Ok(())
-        },
-    );
+    let done: std::result::Result<(), Infallible> = plan.run(|range| {
+        source.slice(range.clone()).copy_to(target.slice(range));
+        Ok(())
+    });
     done.unwrap_or_else(|never| match never {});
     Ok(())
 }

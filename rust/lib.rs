@@ -20,11 +20,13 @@
 //!
 //! * **M5** A [`pool::Job`] touches its sources and slots until it is over and never after: it is over when every chunk
 //!   is copied, or when `cancel`, a dropped `Job` or a `wait` that returned the job's error has seen the last running
-//!   chunk end. Memory that a job was given outlives it.
+//!   chunk end. Memory that a job was given outlives it. A step of a [`workers::Plan`] runs only while the call of
+//!   `Plan::run` has not returned.
 //!
 //! Unsafe code is allowed in `memory` (M1), `transfer` (the two system calls), `streaming` (stores past the cache), `fork`
-//! (the handler in a child, and a page that is empty there), `endpoint::credentials` (one socket option), `arena::mapping` (M1), `request` (M5) and the conversion of a Python buffer into memory and back;
-//! it is denied everywhere else.
+//! (the handler in a child, and a page that is empty there), `pool::steps` and `pool::shared` (a closure that other
+//! threads call, M5, and one object a process), `endpoint::credentials` (one socket option), `arena::mapping` (M1), `request` (M5) and the
+//! conversion of a Python buffer into memory and back; it is denied everywhere else.
 
 pub mod arena;
 pub mod cast;

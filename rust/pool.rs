@@ -1,4 +1,5 @@
-//! Copying into a ring of slots by a pool of threads that stay.
+//! Copying by threads that stay: into a ring of slots by those of a [`Pool`], and anything else on the host by those that
+//! all callers in the process share ([`start_threads`]). What follows is the former.
 //!
 //! A [`Table`] says what goes where: chunk `i` is a list of pieces and is written into slot `i % slots.len()`. A
 //! [`Job`] hands its chunks out in order, to whichever thread asks first, and only as far as its owner permits: chunk
@@ -32,6 +33,8 @@
 mod job;
 mod ledger;
 mod queue;
+mod shared;
+mod steps;
 mod sync;
 mod table;
 
@@ -45,6 +48,8 @@ use crate::fork::Process;
 use self::job::Copying;
 pub use self::job::Job;
 use self::queue::WorkQueue;
+pub(crate) use self::shared::share;
+pub use self::shared::start_threads;
 use self::sync::Spin;
 pub use self::table::{CopySource, Piece, Table};
 use crate::streaming::Store;

@@ -50,6 +50,7 @@ __all__ = [
     "lease_arena_id",
     "memory_budget",
     "shm_namespace_id",
+    "start_copy_threads",
     "sweep",
     "unlink_segment",
     "validate_segment_name",
@@ -262,6 +263,15 @@ class Sweeper:
         Returns what sweeps that have ended did since the last call: segments removed, their bytes, failures, and the
         last of those in words; None for nothing. Does nothing in a forked child.
         """
+
+def start_copy_threads(num_threads: int) -> int:
+    """Start threads that copy for the whole process until there are ``num_threads``, 256 at most; how many there are.
+
+    They serve ``copy_into``, ``cast_into``, :class:`LeaseWriter`, ``write_segment`` and :class:`Segment`, sleep while
+    there is no work, and stay until the process ends. Where the system refuses some there are fewer, a later copy tries
+    again, and callers do the rest of their copies themselves. A copy that asks for more threads than there are starts
+    them. A forked child has none. Never raises for a refused thread; :class:`ConfigError` for a number below 1.
+    """
 
 def copy_into(src: Buffer, dst: Buffer, *, num_threads: int = 1) -> None:
     """Copy ``src`` to ``dst``, which has the same number of bytes.

@@ -106,10 +106,10 @@ fn what_the_watermark_covers_is_there() {
     model(|| {
         let shared = Shared::with_lease(1);
         let progress = Arc::new(Progress::new());
-        progress.begin(2).unwrap();
+        assert!(progress.begin(2));
         let write = |shared: &Shared, progress: &Progress, step: usize| {
             shared.store(step, step as u64 + 7);
-            progress.resume().end(step, |there| shared.record().advance(there as u64));
+            progress.end(step, |there| shared.record().advance(there as u64));
         };
         let other = {
             let (shared, progress) = (Arc::clone(&shared), Arc::clone(&progress));
@@ -205,10 +205,10 @@ fn nothing_is_made_known_after_giving_up() {
     model(|| {
         let shared = Shared::with_lease(1);
         let progress = Arc::new(Progress::new());
-        progress.begin(1).unwrap();
+        assert!(progress.begin(1));
         let writer = {
             let (shared, progress) = (Arc::clone(&shared), Arc::clone(&progress));
-            thread::spawn(move || progress.resume().end(0, |there| shared.record().advance(there as u64)))
+            thread::spawn(move || progress.end(0, |there| shared.record().advance(there as u64)))
         };
         progress.stop(|| shared.record().abort(shared.record().written().nbytes));
         writer.join().unwrap();

@@ -23,29 +23,32 @@ struct State {
     is_stopped: bool,
 }
 
-/// The steps of one pass.
-#[derive(Debug)]
-pub(super) struct Steps<'a>(&'a Progress);
-
 impl Progress {
     pub(super) fn new() -> Self {
         Self { state: Mutex::new(State::default()) }
     }
 
-    /// A pass of so many steps begins; None when there was one, because consumers may read what it wrote.
-    pub(super) fn begin(&self, num_steps: usize) -> Option<Steps<'_>> {
+    /// A pass of so many steps begins; false when there was one, because consumers may read what it wrote.
+    pub(super) fn begin(&self, num_steps: usize) -> bool {
         let mut state = self.lock();
-        if std::mem::replace(&mut state.has_begun, true) {
-            return None;
+        let is_first = !std::mem::replace(&mut state.has_begun, true);
+        if is_first {
+            state.ended = vec![false; num_steps];
         }
-        state.ended = vec![false; num_steps];
-        Some(Steps(self))
+        is_first
     }
 
-    /// The pass that has begun, for another thread of a test.
-    #[cfg(all(test, loom))]
-    pub(super) fn resume(&self) -> Steps<'_> {
-        Steps(self)
+    /// This step has ended. When all before it have, `advance` gets the number of steps that are there.
+    pub(super) fn end(&self, step: usize, advance: impl FnOnce(usize)) {
+        let mut state = self.lock();
+        state.ended[step] = true;
+        let before = state.next;
+        while state.ended.get(state.next) == Some(&true) {
+            state.next += 1;
+        }
+        if state.next > before && !state.is_stopped {
+            advance(state.next);
+        }
     }
 
     /// No step is made known from now on.
@@ -59,21 +62,6 @@ impl Progress {
     }
 }
 
-impl Steps<'_> {
-    /// This step has ended. When all before it have, `advance` gets the number of steps that are there.
-    pub(super) fn end(&self, step: usize, advance: impl FnOnce(usize)) {
-        let mut state = self.0.lock();
-        state.ended[step] = true;
-        let before = state.next;
-        while state.ended.get(state.next) == Some(&true) {
-            state.next += 1;
-        }
-        if state.next > before && !state.is_stopped {
-            advance(state.next);
-        }
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
@@ -81,9 +69,9 @@ mod tests {
     #[test]
     fn steps_are_known_in_order_and_not_after_a_stop() {
         let progress = Progress::new();
-        let steps = progress.begin(4).unwrap();
+        assert!(progress.begin(4));
         let seen = Mutex::new(Vec::new());
-        let end = |step| steps.end(step, |there| seen.lock().unwrap().push(there));
+        let end = |step| progress.end(step, |there| seen.lock().unwrap().push(there));
         end(2);
         end(0);
         end(1);
@@ -91,6 +79,6 @@ mod tests {
         progress.stop(|| seen.lock().unwrap().push(99));
         end(3);
         assert_eq!(*seen.lock().unwrap(), [1, 3, 99]);
-        assert!(progress.begin(4).is_none());
+        assert!(!progress.begin(4));
     }
 }

@@ -289,7 +289,7 @@ impl Arena {
     }
 
     /// Whether the thread waits for the next lease.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn is_parked(&self) -> bool {
         self.inner.lock().is_parked
     }

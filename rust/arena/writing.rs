@@ -7,18 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::error::ArenaError;
 use super::handle::LeaseHandle;
 use super::layout;
+use super::pass::Pass;
 use super::progress::Progress;
 use super::sender::Inner;
 use crate::cast::Cast;
 use crate::memory::{Source, Target};
-use crate::streaming::{self, Store};
-use crate::workers::Plan;
 use crate::{Error, Result};
-
-/// The longest steps, so that a consumer can follow. As many as there are threads are written at once and are there at
-/// about the same time: with steps of 4 MiB, 8 threads and 256 MiB the GPU had all in 6.5 ms, with 0.25 to 1 MiB in 5.8 to
-/// 6.1 (H200).
-const STEP_BYTES: usize = 512 << 10;
 
 /// A lease that is not finished. Its handle may be sent already: consumers read as far as it is written. Dropping it
 /// gives it up, unless it was committed.
@@ -27,15 +21,15 @@ const STEP_BYTES: usize = 512 << 10;
 /// do and however it ends.
 #[derive(Debug)]
 pub struct Writing {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
     handle: LeaseHandle,
-    progress: Progress,
+    pub(super) progress: Progress,
     stage: Mutex<Stage>,
 }
 
 #[derive(Debug, Default)]
 struct Stage {
-    /// Calls of `write` that run.
+    /// Passes that have not ended.
     num_writers: usize,
     /// Views that can still be written through.
     num_views: usize,
@@ -63,46 +57,18 @@ impl Writing {
     /// Fills the whole lease from `source`, with a cast on the way when one is given, by several threads. Consumers see
     /// each step as soon as all before it are there. Blocks until all is written; commits nothing. Once a lease.
     pub fn write(&self, source: Source<'_>, cast: Option<Cast>, num_threads: NonZeroUsize) -> Result<()> {
-        let (src_nbytes, dst_nbytes) = (source.nbytes(), self.nbytes());
-        let wanted_nbytes = cast.map_or(Ok(src_nbytes), |cast| cast.dst_nbytes(src_nbytes))?;
-        if wanted_nbytes != dst_nbytes {
-            return Err(Error::Lengths { src_nbytes, dst_nbytes, wanted_nbytes });
-        }
-        let _writer = self.enter(|stage| &mut stage.num_writers)?;
-        let target = self.target();
-        if source.overlaps(target) {
-            return Err(Error::Overlap { src_nbytes, dst_nbytes });
-        }
-        let (from, to) = cast.map_or((1, 1), |cast| (cast.from().itemsize(), cast.to().itemsize()));
-        let unit_bytes = NonZeroUsize::new(from.max(to)).unwrap_or(NonZeroUsize::MIN);
-        let plan = Plan::new(src_nbytes / from, unit_bytes, num_threads);
-        let most = NonZeroUsize::new(STEP_BYTES / unit_bytes).unwrap_or(NonZeroUsize::MIN);
-        let plan = plan.with_step(plan.step.min(most));
-        let store = Store::best_for(plan.num_threads.get());
-        let step = plan.step.get();
-        let record = layout::record(&self.inner.control, self.handle.index);
-        let busy = || ArenaError::Busy { name: self.handle.name() };
-        let steps = self.progress.begin(plan.total.div_ceil(step)).ok_or_else(busy)?;
-        let done: std::result::Result<(), Infallible> = plan.run(
-            || (),
-            |(), range| {
-                let (part, place) = (range.start * from..range.end * from, range.start * to..range.end * to);
-                match cast {
-                    None => streaming::copy(source.slice(part), target.slice(place), store),
-                    Some(cast) => cast.apply(source.slice(part), target.slice(place)),
-                }
-                let in_place = |steps: usize| ((steps * step).min(plan.total) * to) as u64;
-                steps.end(range.start / step, |steps| record.advance(in_place(steps)));
-                Ok(())
-            },
-        );
+        let pass = Pass::begin(self, source, cast, num_threads)?;
+        let done: std::result::Result<(), Infallible> = pass.plan().run(|range| {
+            pass.step(range.start / pass.plan().step);
+            Ok(())
+        });
         done.unwrap_or_else(|never| match never {});
         Ok(())
     }
 
     /// The memory itself, for a preprocessor to write into. The block is not reused before the view is dropped.
     pub fn view(self: &Arc<Self>) -> Result<View> {
-        std::mem::forget(self.enter(|stage| &mut stage.num_views)?);
+        self.count_in(|stage| &mut stage.num_views)?;
         Ok(View { writing: Arc::clone(self) })
     }
 
@@ -144,12 +110,12 @@ impl Writing {
         if self.inner.process.is_current() { self.stage().num_views } else { 0 }
     }
 
-    fn nbytes(&self) -> usize {
+    pub(super) fn nbytes(&self) -> usize {
         // No loss: it is inside a mapping.
         self.handle.nbytes as usize
     }
 
-    fn target(&self) -> Target<'_> {
+    pub(super) fn target(&self) -> Target<'_> {
         let start = self.handle.offset as usize;
         self.inner.data.target().slice(start..start + self.nbytes())
     }
@@ -176,17 +142,26 @@ impl Writing {
         }
     }
 
-    fn enter(&self, count: fn(&mut Stage) -> &mut usize) -> Result<Entered<'_>> {
+    /// A pass begins. It ends with [`Writing::leave`].
+    pub(super) fn enter(&self) -> Result<()> {
+        self.count_in(|stage| &mut stage.num_writers)
+    }
+
+    pub(super) fn leave(&self) {
+        self.count_out(|stage| &mut stage.num_writers);
+    }
+
+    fn count_in(&self, count: fn(&mut Stage) -> &mut usize) -> Result<()> {
         self.check_process()?;
         let mut stage = self.stage();
         if stage.end.is_some() {
             return Err(self.over());
         }
         *count(&mut stage) += 1;
-        Ok(Entered { writing: self, count })
+        Ok(())
     }
 
-    fn leave(&self, count: fn(&mut Stage) -> &mut usize) {
+    fn count_out(&self, count: fn(&mut Stage) -> &mut usize) {
         if self.inner.process.is_current() {
             let mut stage = self.stage();
             *count(&mut stage) -= 1;
@@ -209,18 +184,6 @@ impl Drop for Writing {
     }
 }
 
-/// A thread that may write.
-struct Entered<'a> {
-    writing: &'a Writing,
-    count: fn(&mut Stage) -> &mut usize,
-}
-
-impl Drop for Entered<'_> {
-    fn drop(&mut self) {
-        self.writing.leave(self.count);
-    }
-}
-
 /// The memory of a lease, to write into. It stays valid, and the lease's, while this exists.
 #[derive(Debug)]
 pub struct View {
@@ -236,6 +199,6 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        self.writing.leave(|stage| &mut stage.num_views);
+        self.writing.count_out(|stage| &mut stage.num_views);
     }
 }

@@ -45,13 +45,14 @@ pub(super) struct Ledger {
     cursor: AtomicUsize,
     permitted: AtomicUsize,
     is_there: Box<[AtomicBool]>,
+    /// Changed under the lock of the account.
+    num_ended: AtomicUsize,
     account: Mutex<Account>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
 struct Account {
-    num_ended: usize,
     num_waiting: usize,
     stopped_by: Option<Stop>,
 }
@@ -70,7 +71,8 @@ impl Ledger {
             cursor: AtomicUsize::new(0),
             permitted: AtomicUsize::new(0),
             is_there: (0..num_chunks).map(|_| AtomicBool::new(false)).collect(),
-            account: Mutex::new(Account { num_ended: 0, num_waiting: 0, stopped_by: None }),
+            num_ended: AtomicUsize::new(0),
+            account: Mutex::new(Account { num_waiting: 0, stopped_by: None }),
             changed: Condvar::new(),
         }
     }
@@ -130,7 +132,7 @@ impl Ledger {
             self.cursor.fetch_or(STOPPED, Ordering::Relaxed);
             account.stopped_by.get_or_insert(Stop::Error(error));
         }
-        account.num_ended += 1;
+        self.num_ended.fetch_add(1, Ordering::Relaxed);
         let is_awaited = account.num_waiting > 0;
         drop(account);
         if is_awaited {
@@ -179,7 +181,7 @@ impl Ledger {
     /// No further chunk starts. Wakes those who wait. Does not wait for those that run: [`Ledger::settle`] does.
     pub(super) fn cancel(&self) {
         let mut account = lock(&self.account);
-        if self.has_ended(&account) {
+        if self.has_ended() {
             return;
         }
         self.cursor.fetch_or(STOPPED, Ordering::Relaxed);
@@ -188,10 +190,13 @@ impl Ledger {
         self.changed.notify_all();
     }
 
-    /// Blocks until no chunk of a stopped job runs.
+    /// Blocks until no chunk of a job runs of which none will start: a stopped one, or one that was handed out whole.
     pub(super) fn settle(&self) {
+        if !self.has_ended() {
+            Spin::new().until(|| self.has_ended());
+        }
         let mut account = lock(&self.account);
-        while !self.has_ended(&account) {
+        while !self.has_ended() {
             account.num_waiting += 1;
             account = wait(&self.changed, account, None).0;
             account.num_waiting -= 1;
@@ -200,12 +205,15 @@ impl Ledger {
 
     /// Whether nothing runs and nothing will start.
     pub(super) fn is_over(&self) -> bool {
-        self.has_ended(&lock(&self.account))
+        let _account = lock(&self.account);
+        self.has_ended()
     }
 
-    fn has_ended(&self, account: &Account) -> bool {
+    /// As `is_over`, and final, but what the chunks wrote is there only for who takes the lock afterwards.
+    fn has_ended(&self) -> bool {
         let cursor = self.cursor.load(Ordering::Relaxed);
         let handed_out = cursor / ONE_CHUNK;
-        (cursor & STOPPED != 0 || handed_out == self.num_chunks) && account.num_ended == handed_out
+        let is_last = cursor & STOPPED != 0 || handed_out == self.num_chunks;
+        is_last && self.num_ended.load(Ordering::Relaxed) == handed_out
     }
 }

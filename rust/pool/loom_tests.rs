@@ -8,6 +8,8 @@ use loom::thread;
 
 use super::ledger::{Claim, Ledger, Waited};
 use super::queue::{Work, WorkQueue};
+use super::shared::{serve, share_in};
+use super::steps::Steps;
 use super::sync::Spin;
 use crate::{Error, Result};
 
@@ -276,5 +278,100 @@ fn closing_wakes_a_thread_that_falls_asleep() {
         let threads = start_threads(&queue, 1);
         end(&queue, threads);
         assert!(!queue.add(Numbers::new(1, 1)));
+    });
+}
+
+/// Threads of the process.
+fn start_helpers(queue: &Arc<WorkQueue<Steps>>, count: usize) -> Vec<thread::JoinHandle<()>> {
+    (0..count)
+        .map(|_| {
+            let queue = Arc::clone(queue);
+            thread::spawn(move || serve(&queue))
+        })
+        .collect()
+}
+
+/// What a job borrows: only the steps may touch it before the job has returned.
+struct Borrowed(Vec<UnsafeCell<usize>>);
+
+impl Borrowed {
+    fn new(count: usize) -> Self {
+        Self((0..count).map(|_| UnsafeCell::new(0)).collect())
+    }
+
+    #[allow(unsafe_code)]
+    fn count(&self, at: usize) {
+        // SAFETY: loom's cell checks that nobody else looks at it now.
+        self.0[at].with_mut(|cell| unsafe { *cell += 1 });
+    }
+
+    #[allow(unsafe_code)]
+    fn all(&self) -> Vec<usize> {
+        // SAFETY: loom's cell checks that nobody writes to it now.
+        self.0.iter().map(|cell| cell.with(|cell| unsafe { *cell })).collect()
+    }
+}
+
+// SAFETY: loom's cells check every use.
+#[allow(unsafe_code)]
+unsafe impl Sync for Borrowed {}
+
+#[test]
+fn what_a_job_borrows_is_free_when_it_returns() {
+    model(|| {
+        let queue = Arc::new(WorkQueue::new(0));
+        let helpers = start_helpers(&queue, 1);
+        let borrowed = Borrowed::new(2);
+        share_in(&queue, 2, 1, &|step| {
+            borrowed.count(step);
+            true
+        });
+        // A step that still ran, or began now, would race with this.
+        assert_eq!(borrowed.all(), [1, 1]);
+        drop(borrowed);
+        queue.close();
+        helpers.into_iter().for_each(|helper| helper.join().unwrap());
+    });
+}
+
+#[test]
+fn no_step_begins_after_one_that_ended_the_job() {
+    model(|| {
+        let queue = Arc::new(WorkQueue::new(0));
+        let helpers = start_helpers(&queue, 1);
+        let borrowed = Borrowed::new(3);
+        share_in(&queue, 3, 1, &|step| {
+            borrowed.count(step);
+            false
+        });
+        let begun = borrowed.all();
+        // The two that can begin before either has ended.
+        assert!(begun[0] == 1 && begun[1] <= 1 && begun[2] == 0, "{begun:?}");
+        queue.close();
+        helpers.into_iter().for_each(|helper| helper.join().unwrap());
+    });
+}
+
+#[test]
+fn two_jobs_share_a_helper() {
+    model_of_three(|| {
+        let queue = Arc::new(WorkQueue::new(0));
+        let helpers = start_helpers(&queue, 1);
+        let run = |queue: &WorkQueue<Steps>| {
+            let borrowed = Borrowed::new(2);
+            share_in(queue, 2, 1, &|step| {
+                borrowed.count(step);
+                true
+            });
+            assert_eq!(borrowed.all(), [1, 1]);
+        };
+        let other = {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || run(&queue))
+        };
+        run(&queue);
+        other.join().unwrap();
+        queue.close();
+        helpers.into_iter().for_each(|helper| helper.join().unwrap());
     });
 }

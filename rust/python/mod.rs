@@ -72,7 +72,7 @@ mod _native {
     #[pymodule_export]
     use super::owner::{PySegmentOwner, PySweeper, sweep};
     #[pymodule_export]
-    use super::pool::{PyCopyJob, PyCopyPool};
+    use super::pool::{PyCopyJob, PyCopyPool, start_copy_threads};
     #[pymodule_export]
     use super::process::PyProcess;
     #[pymodule_export]

@@ -8,9 +8,18 @@ use super::arguments::{Limit, Threads, u64_of};
 use super::buffers::WriteBuffer;
 use super::request::{PyChunkTable, PyRequest};
 use super::{detached_when_big, interruptible};
-use crate::pool::{Job, Piece, Pool, Table};
+use crate::pool::{self, Job, Piece, Pool, Table};
 use crate::request::Entry;
 use crate::{Error, Result};
+
+/// Starts threads that copy for the whole process until there are num_threads, 256 at most; how many there are.
+///
+/// They sleep while there is no work and stay until the process ends. Where the system refuses some there are fewer, a
+/// later copy tries again, and callers do the rest of their copies themselves. A forked child has none.
+#[pyfunction]
+pub(super) fn start_copy_threads(py: Python<'_>, num_threads: Threads) -> usize {
+    py.detach(|| pool::start_threads(num_threads.0.get()))
+}
 
 /// Threads that copy from segments and memory into a ring of slots; they sleep while there is nothing to do.
 #[pyclass(frozen, name = "CopyPool", module = "mmcopy._native")]

@@ -154,13 +154,10 @@ fn copy_all(parts: &[Part<'_>], num_threads: NonZeroUsize) -> Result<()> {
         .flat_map(|(index, part)| (0..part.target.nbytes()).step_by(step).map(move |from| (index, from)))
         .collect();
     let store = Store::best_for(plan.num_threads.get());
-    Plan { total: steps.len(), step: NonZeroUsize::MIN, ..plan }.run(
-        || (),
-        |(), range| {
-            steps[range].iter().try_for_each(|&(index, from)| {
-                let part = &parts[index];
-                part.sub(from, (from + step).min(part.target.nbytes())).copy(store)
-            })
-        },
-    )
+    Plan { total: steps.len(), step: NonZeroUsize::MIN, ..plan }.run(|range| {
+        steps[range].iter().try_for_each(|&(index, from)| {
+            let part = &parts[index];
+            part.sub(from, (from + step).min(part.target.nbytes())).copy(store)
+        })
+    })
 }

@@ -83,21 +83,14 @@ impl Segment {
         let wanted_nbytes = target.nbytes() as u64;
         self.check(offset, wanted_nbytes)?;
         let plan = Plan::new(target.nbytes(), NonZeroUsize::MIN, num_threads);
-        plan.run(
-            || (),
-            |(), range| {
-                let part = target.slice(range.clone());
-                // No overflow: check() has added more to this offset.
-                let from = offset + range.start as u64;
-                let read = transfer::read_at(self.file.as_fd(), part, from, transfer::MAX_CALL_BYTES)
-                    .map_err(|errno| Error::from_errno(errno, "pread", &self.path, wanted_nbytes))?;
-                if read == range.len() {
-                    Ok(())
-                } else {
-                    Err(self.truncated(offset, wanted_nbytes, from + read as u64))
-                }
-            },
-        )
+        plan.run(|range| {
+            let part = target.slice(range.clone());
+            // No overflow: check() has added more to this offset.
+            let from = offset + range.start as u64;
+            let read = transfer::read_at(self.file.as_fd(), part, from, transfer::MAX_CALL_BYTES)
+                .map_err(|errno| Error::from_errno(errno, "pread", &self.path, wanted_nbytes))?;
+            if read == range.len() { Ok(()) } else { Err(self.truncated(offset, wanted_nbytes, from + read as u64)) }
+        })
     }
 
     /// Removes the name, once, and only while it still names this very file. True when this call removed it; false when

@@ -71,17 +71,18 @@ fn write_cast(
 ) -> std::result::Result<(), Errno> {
     let (from, to) = (cast.from().itemsize(), cast.to().itemsize());
     let elements = source.nbytes() / from;
-    let block = NonZeroUsize::new(SCRATCH_BYTES / to).unwrap_or(NonZeroUsize::MIN);
+    let block = SCRATCH_BYTES / to;
     let unit_bytes = NonZeroUsize::new(to).unwrap_or(NonZeroUsize::MIN);
-    Plan::new(elements, unit_bytes, num_threads).with_step(block).run(
-        || vec![0_u8; SCRATCH_BYTES],
-        |scratch, range| {
-            let nbytes = range.len() * to;
-            cast.apply(source.slice(range.start * from..range.end * from), Target::from_slice(&mut scratch[..nbytes]));
-            let offset = (range.start * to) as u64;
-            transfer::write_at(file.as_fd(), Source::from_slice(&scratch[..nbytes]), offset, transfer::MAX_CALL_BYTES)
-        },
-    )
+    Plan::new(elements, unit_bytes, num_threads).run(|range| {
+        let mut scratch = [0_u8; SCRATCH_BYTES];
+        range.clone().step_by(block).try_for_each(|start| {
+            let end = range.end.min(start + block);
+            let nbytes = (end - start) * to;
+            cast.apply(source.slice(start * from..end * from), Target::from_slice(&mut scratch[..nbytes]));
+            let written = Source::from_slice(&scratch[..nbytes]);
+            transfer::write_at(file.as_fd(), written, (start * to) as u64, transfer::MAX_CALL_BYTES)
+        })
+    })
 }
 
 /// Reserves the space and sets the length.

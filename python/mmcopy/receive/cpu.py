@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmcopy._native import start_copy_threads
 from mmcopy.errors import DeviceError, DeviceMemoryError, MissingDependencyError
 from mmcopy.tensors import TensorData
 
@@ -27,6 +28,7 @@ class _HostDestination:
 
     def __init__(self, *, num_threads: int) -> None:
         self._num_threads = num_threads
+        start_copy_threads(num_threads)  # here, so that no receive starts one
 
     def receive(self, request: Request, out: Sequence[Any] | None = None) -> list[Any]:
         """The request's tensors: new arrays, or ``out``, checked by :meth:`check_out`. Blocks until all is there."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from mmcopy._native import CASTS, Arena, LeaseWriter, cast_into, write_leases
+from mmcopy._native import CASTS, Arena, LeaseWriter, cast_into, start_copy_threads, write_leases
 from mmcopy.arrays import FlatArray, flatten, numpy_dtype
 from mmcopy.config import (
     ResolvedTransport,
@@ -144,6 +144,7 @@ class Sender:
         self._deliveries: dict[int, Delivery] = {}  # by the spec's id, which the delivery keeps from being another's
         self._lock = threading.Lock()
         self._stream_threads: ThreadPoolExecutor | None = None
+        start_copy_threads(self._num_threads + 1)  # here, so that no send starts one
         weakref.finalize(self, self._workers.close)
         _live.add(self)
         if _fork_hook.acquire(blocking=False):
