@@ -10,7 +10,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use mmcopy::cast::{Cast, cast};
 use mmcopy::memory::{Source, Target};
 use mmcopy::name::SegmentName;
-use mmcopy::segment::{Segment, unlink, write};
+use mmcopy::segment::{Segment, write};
 
 const SIZES: [(&str, usize); 3] = [("64KiB", 64 << 10), ("1MiB", 1 << 20), ("64MiB", 64 << 20)];
 const THREADS: [usize; 2] = [1, 2];
@@ -56,7 +56,7 @@ fn writing(criterion: &mut Criterion, shm: &Path, name: &SegmentName, (size, thr
                     let start = Instant::now();
                     write(shm, name, Source::from_slice(source), cast, num_threads).expect("a segment");
                     spent += start.elapsed();
-                    unlink(shm, name).expect("removed");
+                    std::fs::remove_file(name.path_in(shm)).expect("removed");
                 }
                 spent
             });

@@ -5,6 +5,9 @@ use std::path::Path;
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 
+use crate::fork::Process;
+use crate::{Error, Result};
+
 /// What tells one file of a host from every other, as long as it is open anywhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
@@ -20,19 +23,26 @@ impl Identity {
 
 /// Removes the entry when it still is this very file. False when the entry is gone or is another file. Whoever calls
 /// keeps the file open, so its inode number cannot have been given to another file.
-pub(crate) fn remove(path: &Path, identity: Identity) -> Result<bool, Errno> {
-    if !is_at(path, identity)? {
+///
+/// The one place where names are removed: it is `owner`'s to do, the process that made the file or that it was handed to,
+/// and no process's that was forked from it.
+pub(crate) fn remove(path: &Path, identity: Identity, owner: Process) -> Result<bool> {
+    if !owner.is_current() {
+        return Err(Error::Closed { what: format!("{}, which is the parent process's", path.display()) });
+    }
+    let failed = |errno| Error::from_errno(errno, "unlink", path, 0);
+    if !is_at(path, identity).map_err(failed)? {
         return Ok(false);
     }
     match rustix::fs::unlink(path) {
         Ok(()) => Ok(true),
         Err(Errno::NOENT) => Ok(false),
-        Err(errno) => Err(errno),
+        Err(errno) => Err(failed(errno)),
     }
 }
 
 /// Whether the entry is this very file.
-pub(crate) fn is_at(path: &Path, identity: Identity) -> Result<bool, Errno> {
+pub(crate) fn is_at(path: &Path, identity: Identity) -> std::result::Result<bool, Errno> {
     match rustix::fs::lstat(path) {
         Ok(found) => Ok(Identity::of(&found) == identity),
         Err(Errno::NOENT) => Ok(false),

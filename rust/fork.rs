@@ -1,23 +1,24 @@
-//! What a child made by `fork` keeps of ours: no descriptor, and no right to use an object.
+//! What a child made by `fork` keeps of ours: no descriptor, no shared memory, and no right to use an object.
 //!
 //! Close-on-exec covers children that start another program. A child that goes on in our image would share our sockets,
-//! and a socket that somebody still has open does not tell the peer that we have died. So descriptors that mean "this
-//! process is alive" are listed here, and a handler that `fork` runs in the child closes them there. What is not covered:
-//! a descriptor that another thread gets from the kernel in the moment of the fork and has not listed yet, and `clone`
-//! without the C library.
+//! and a socket that somebody still has open does not tell the peer that we have died; it would keep the memory of arenas
+//! and segments, too. So descriptors and mappings are listed here, and a handler that `fork` runs in the child closes
+//! those and puts zeros in the place of these. What is not covered: what another thread gets from the kernel in the moment
+//! of the fork and has not listed yet, and `clone` without the C library.
 #![allow(unsafe_code)]
 
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+mod descriptor;
+mod region;
+
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use rustix::process::Pid;
 
-/// Descriptors that are listed at most; more are simply not closed in a child.
-const CAPACITY: usize = 1024;
-const FREE: i32 = -1;
+pub(crate) use self::descriptor::Descriptor;
+pub(crate) use self::region::Region;
+
 /// Bytes of the page that a child finds empty.
 const PAGE_BYTES: usize = 4096;
 
@@ -27,7 +28,6 @@ static NUMBERS: AtomicU64 = AtomicU64::new(0);
 static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 /// The same where the kernel does not empty pages. Only the fork handler clears it.
 static PLAIN_WORD: AtomicU64 = AtomicU64::new(0);
-static LISTED: [AtomicI32; CAPACITY] = [const { AtomicI32::new(FREE) }; CAPACITY];
 static HAS_HANDLER: AtomicBool = AtomicBool::new(false);
 
 /// The process that something belongs to. A process id alone would not do: a child in a new pid namespace can have its
@@ -45,7 +45,7 @@ impl Process {
         // No lock: a child that is forked in the middle of this could not take it. Twice registered is harmless.
         if !HAS_HANDLER.load(Ordering::Acquire) {
             // SAFETY: the handler is a function of this program and does only what is allowed after a fork: atomic
-            // operations and `close`. A refusal (no memory) leaves the page, or the process id.
+            // operations and system calls. A refusal (no memory) leaves the page, or the process id.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             HAS_HANDLER.store(true, Ordering::Release);
         }
@@ -119,54 +119,11 @@ fn emptied_page() -> Option<*mut AtomicU64> {
     Some(page.cast())
 }
 
-/// A descriptor that no child keeps.
-#[derive(Debug)]
-pub(crate) struct Descriptor {
-    fd: ManuallyDrop<OwnedFd>,
-    place: Option<usize>,
-    process: Process,
-}
-
-impl Descriptor {
-    pub(crate) fn new(fd: OwnedFd) -> Self {
-        let process = Process::current();
-        let number = fd.as_raw_fd();
-        let is_taken =
-            |place: &AtomicI32| place.compare_exchange(FREE, number, Ordering::Relaxed, Ordering::Relaxed).is_err();
-        let place = LISTED.iter().position(|place| !is_taken(place));
-        Self { fd: ManuallyDrop::new(fd), place, process }
-    }
-}
-
-impl AsFd for Descriptor {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        if self.process.is_current() {
-            // Before the number is free for somebody else's file.
-            if let Some(place) = self.place {
-                LISTED[place].store(FREE, Ordering::Relaxed);
-            }
-            // SAFETY: this is the only place that drops it, once. In a child the handler has closed it already.
-            unsafe { ManuallyDrop::drop(&mut self.fd) }
-        }
-    }
-}
-
 extern "C" fn in_child() {
     // The kernel has done it where `clone` was called without the C library, and this where the kernel does not.
     word().store(0, Ordering::Relaxed);
-    for place in &LISTED {
-        let number = place.swap(FREE, Ordering::Relaxed);
-        if number != FREE {
-            // SAFETY: the number is that of a `Descriptor`, which is inherited from now on and does not use it.
-            unsafe { libc::close(number) };
-        }
-    }
+    descriptor::close_all();
+    region::replace_all();
 }
 
 #[cfg(test)]
@@ -174,7 +131,7 @@ mod tests {
     use super::*;
 
     /// The child's answer as an exit code; it may not use anything that another thread could have locked.
-    fn in_a_child(check: impl Fn() -> bool) -> bool {
+    pub(super) fn in_a_child(check: impl Fn() -> bool) -> bool {
         // SAFETY: the child does system calls and atomic operations only, and leaves without running destructors.
         match unsafe { libc::fork() } {
             0 => {
@@ -189,23 +146,6 @@ mod tests {
                 waited == child && libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0
             }
         }
-    }
-
-    fn is_open(number: i32) -> bool {
-        // SAFETY: asking for the flags of any number is allowed.
-        unsafe { libc::fcntl(number, libc::F_GETFD) != -1 }
-    }
-
-    #[test]
-    fn a_child_has_none_of_the_descriptors_and_the_parent_all() {
-        let descriptor = Descriptor::new(tempfile::tempfile().unwrap().into());
-        let number = descriptor.as_fd().as_raw_fd();
-        let process = Process::current();
-        assert!(process.is_current());
-        assert!(in_a_child(|| !is_open(number) && !process.is_current()));
-        assert!(is_open(number) && process.is_current());
-        drop(descriptor);
-        assert!(LISTED.iter().all(|place| place.load(Ordering::Relaxed) != number) || is_open(number));
     }
 
     #[test]

@@ -7,12 +7,10 @@
 //! Half of a segment's number is random. In a world-writable directory another user could otherwise make files of all names
 //! that come next.
 //!
-//! A child made by `fork` shares the open file and with it the lock. It owns nothing: there `close` and dropping only
-//! close its copy of the descriptor. A child that keeps it open keeps the sender alive for others, so it should call
-//! [`Owner::forget`] at once.
+//! A child made by `fork` does not keep the open file (see [`crate::fork`]), so it does not keep the sender alive for
+//! others. It owns nothing, and removes nothing.
 
 use std::num::NonZeroUsize;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -21,7 +19,7 @@ use rustix::io::Errno;
 
 use crate::cast::Cast;
 use crate::entry::{self, Identity};
-use crate::fork::Process;
+use crate::fork::{Descriptor, Process};
 use crate::memory::Source;
 use crate::name::{OwnerId, SegmentName};
 use crate::{Error, Result, segment};
@@ -36,7 +34,7 @@ const NAMES_A_SEGMENT: usize = 8;
 pub struct Owner {
     id: OwnerId,
     shm_dir: PathBuf,
-    _lock: OwnedFd,
+    _lock: Descriptor,
     identity: Identity,
     next: AtomicU32,
     is_forgotten: AtomicBool,
@@ -70,6 +68,11 @@ impl Owner {
         Err(Error::from_errno(last, "creating a lock file", shm_dir, 0))
     }
 
+    /// The process that it belongs to.
+    pub(crate) const fn process(&self) -> Process {
+        self.process
+    }
+
     /// The random part of this sender's names.
     pub const fn id(&self) -> &OwnerId {
         &self.id
@@ -77,7 +80,7 @@ impl Owner {
 
     /// A name that was never used before.
     pub fn next_name(&self) -> Result<SegmentName> {
-        if self.is_inherited() {
+        if !self.process.is_current() {
             return Err(Error::Closed { what: format!("segment owner {}", self.id.as_str()) });
         }
         let random = random_bits().map_err(|errno| Error::from_errno(errno, "getrandom", &self.shm_dir, 0))?;
@@ -101,24 +104,18 @@ impl Owner {
         drop(self);
     }
 
-    /// Dropping it closes the descriptor and touches nothing else: for a child after `fork`, or to die like a killed
-    /// process.
+    /// Dropping it closes the descriptor and touches nothing else, as when a process is killed.
     pub fn forget(&self) {
         self.is_forgotten.store(true, Ordering::Relaxed);
-    }
-
-    fn is_inherited(&self) -> bool {
-        !self.process.is_current()
     }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if *self.is_forgotten.get_mut() || self.is_inherited() {
-            return;
+        if !*self.is_forgotten.get_mut() {
+            // A lock file that cannot be removed is a dead sender's from now on, and the next sweep's work.
+            let _ = entry::remove(&self.id.lock_name().path_in(&self.shm_dir), self.identity, self.process);
         }
-        // A lock file that cannot be removed is a dead sender's from now on, and the next sweep's work.
-        let _ = entry::remove(&self.id.lock_name().path_in(&self.shm_dir), self.identity);
     }
 }
 
@@ -140,15 +137,15 @@ fn under_a_new_name(
 }
 
 /// Creates a file of this name and locks it. `WOULDBLOCK` and `STALE`: a sweep was there first, and has it.
-fn lock_new_file(path: &Path) -> std::result::Result<(OwnedFd, Identity), Errno> {
+fn lock_new_file(path: &Path) -> std::result::Result<(Descriptor, Identity), Errno> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let lock = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
+    let lock = Descriptor::new(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?);
     let identity = Identity::of(&rustix::fs::fstat(&lock)?);
     let locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
     if locked.is_ok() && entry::is_at(path, identity)? {
         return Ok((lock, identity));
     }
-    let _ = entry::remove(path, identity);
+    let _ = entry::remove(path, identity, lock.process());
     Err(locked.err().unwrap_or(Errno::STALE))
 }
 

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::arena::{Claim, Flag, LeaseHandle, Map};
+use crate::fork::Process;
 use crate::memory::Source;
 use crate::name::SegmentName;
 use crate::pool::CopySource;
@@ -38,19 +39,15 @@ pub type FindArena = Box<dyn Fn(&LeaseHandle) -> Option<Arc<Map>> + Send + Sync>
 /// Asked during a wait about every 50 ms; true ends the wait.
 pub type Interrupted<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// Where requests open their items.
+/// Where requests open their items. What a process was handed is its own: a child that was forked from it opens nothing.
 pub struct Opener {
-    /// Where segments are.
-    pub shm_dir: PathBuf,
-    /// Only segments whose names begin with one of these are opened, and so unlinked: a handle is a peer's word, and
-    /// other programs keep files in the same directory.
-    pub accept_prefixes: Vec<String>,
-    /// The arenas that are mapped here; None where there can be none.
-    pub find_arena: Option<FindArena>,
-    /// How long a request waits for senders that are still writing.
-    pub limit: Duration,
+    shm_dir: PathBuf,
+    accept_prefixes: Vec<String>,
+    find_arena: Option<FindArena>,
+    limit: Duration,
     /// Frees the pages of large segments.
     pub reaper: Reaper,
+    process: Process,
 }
 
 /// One item of a request, as its handle says.

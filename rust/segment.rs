@@ -4,7 +4,8 @@
 mod open;
 mod write;
 
-pub use open::{Segment, unlink};
+pub use open::Segment;
+pub(crate) use open::unlink;
 pub use write::write;
 
 #[cfg(test)]

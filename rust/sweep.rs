@@ -5,7 +5,6 @@
 //! clears up after every user). Any number of sweeps may run at once, and each holds two descriptors at most.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,6 +12,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use crate::entry::{self, Identity};
+use crate::fork::{Descriptor, Process};
 use crate::name::OwnerId;
 use crate::{Error, Result};
 
@@ -70,7 +70,7 @@ pub fn sweep(shm_dir: &Path, orphan_grace: Duration) -> Result<Swept> {
 struct Lock {
     uid: u32,
     /// We hold it: its sender died, and no other sweep works on what that left.
-    dead: Option<(OwnedFd, Identity)>,
+    dead: Option<(Descriptor, Identity)>,
 }
 
 impl Lock {
@@ -100,7 +100,7 @@ impl Lock {
     fn remove_if_dead(self, shm_dir: &Path, id: &OwnerId) -> Result<()> {
         let Some((_held, identity)) = self.dead else { return Ok(()) };
         let path = id.lock_name().path_in(shm_dir);
-        entry::remove(&path, identity).map(|_| ()).map_err(|errno| Error::from_errno(errno, "unlink", &path, 0))
+        entry::remove(&path, identity, Process::current()).map(|_| ())
     }
 }
 
@@ -115,7 +115,7 @@ fn remove_segment(path: &Path, lock: Option<&Lock>, orphan_grace: Duration) -> R
         return Ok(None);
     }
     let Some((_open, identity)) = open(path, &found)? else { return Ok(None) };
-    let is_removed = entry::remove(path, identity).map_err(|errno| Error::from_errno(errno, "unlink", path, 0))?;
+    let is_removed = entry::remove(path, identity, Process::current())?;
     Ok(is_removed.then(|| u64::try_from(found.st_size).unwrap_or(0)))
 }
 
@@ -142,11 +142,11 @@ fn regular(path: &Path) -> Result<Option<Stat>> {
 
 /// Opens the file that was found here, so that its inode number is given to no other file meanwhile. None when it has
 /// gone.
-fn open(path: &Path, found: &Stat) -> Result<Option<(OwnedFd, Identity)>> {
+fn open(path: &Path, found: &Stat) -> Result<Option<(Descriptor, Identity)>> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let failed = |operation| move |errno| Error::from_errno(errno, operation, path, 0);
     let open = match rustix::fs::open(path, flags, Mode::empty()) {
-        Ok(open) => open,
+        Ok(open) => Descriptor::new(open),
         Err(Errno::NOENT) => return Ok(None),
         Err(errno) => return Err(failed("open")(errno)),
     };

@@ -116,8 +116,8 @@ def test_taking_back_removes_what_is_left(shm_dir: pathlib.Path, owner: _native.
     assert isinstance(data.payload, ShmHandle)
     with Receiver("cpu", framework="numpy", shm_dir=shm_dir) as receiver:
         receiver.release(for_consumer(data, 2))
-    assert unlink_consumers(shm_dir, data.payload) == 3
-    assert unlink_consumers(shm_dir, data.payload) == 0
+    assert unlink_consumers(shm_dir, data.payload, _native.Process.current()) == 3
+    assert unlink_consumers(shm_dir, data.payload, _native.Process.current()) == 0
     assert names_in(shm_dir) == set()
 
 

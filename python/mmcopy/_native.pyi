@@ -125,10 +125,10 @@ def write_segment(
     pair, or only one of the two dtypes).
     """
 
-def unlink_segment(shm_dir: str | os.PathLike[str], name: str) -> bool:
-    """Remove a segment by name, for a sender that takes back its own. False when it is gone already.
+def unlink_segment(shm_dir: str | os.PathLike[str], name: str, owner: Process) -> bool:
+    """Remove a segment by name, for the process ``owner`` that takes back its own. False when it is gone already.
 
-    Raises :class:`SegmentError` for what is not a regular file,
+    Raises :class:`ClosedError` in every other process, :class:`SegmentError` for what is not a regular file,
     :class:`SegmentPermissionError`, :class:`PayloadError` and
     :class:`SegmentError`.
     """
@@ -198,9 +198,8 @@ class Segment:
 class SegmentOwner:
     """A sender's identity on this host: a lock file that is locked as long as this process lives, and unique names.
 
-    A child after ``os.fork`` shares the lock and owns nothing: there ``next_name`` raises, ``close`` removes nothing,
-    and it should call :meth:`forget` at once, because a descriptor that it keeps open keeps the sender alive for
-    :func:`sweep`.
+    A child after ``os.fork`` has no part in it, and does not keep it alive: there ``next_name`` and ``write`` raise,
+    and ``close`` removes nothing.
     """
 
     def __new__(cls, shm_dir: str | os.PathLike[str]) -> Self:
@@ -236,7 +235,7 @@ class SegmentOwner:
         """
 
     def forget(self) -> None:
-        """Close the descriptor and remove nothing: for a child after ``os.fork``. May be called again."""
+        """Close the descriptor and remove nothing, as when the process is killed. May be called again."""
 
 def sweep(shm_dir: str | os.PathLike[str], *, orphan_grace_s: float = 60.0) -> tuple[list[str], int, list[str]]:
     """Remove segments of senders that are gone; the names removed, the sum of their bytes, and what failed, in words.

@@ -18,7 +18,7 @@ import os
 import re
 from dataclasses import replace
 
-from ._native import unlink_segment
+from ._native import Process, unlink_segment
 from .errors import (
     ConfigError,
     MmcopyError,
@@ -110,7 +110,7 @@ def link_consumers(shm_dir: str | os.PathLike[str], name: str, consumers: int) -
     except BaseException as error:
         for further in made:
             with contextlib.suppress(MmcopyError):
-                unlink_segment(shm_dir, further)
+                unlink_segment(shm_dir, further, Process.current())
         if not isinstance(error, OSError):
             raise
         kind: type[MmcopyError] = _BY_ERRNO.get(error.errno, SegmentError)
@@ -118,8 +118,8 @@ def link_consumers(shm_dir: str | os.PathLike[str], name: str, consumers: int) -
         raise kind(error.errno, text, path) from error
 
 
-def unlink_consumers(shm_dir: str | os.PathLike[str], handle: ShmHandle) -> int:
-    """Take a segment back from all its consumers; how many names were still there. For its sender.
+def unlink_consumers(shm_dir: str | os.PathLike[str], handle: ShmHandle, owner: Process) -> int:
+    """Take a segment back from all its consumers; how many names were still there. For its sender's process, ``owner``.
 
     Raises what :func:`mmcopy._native.unlink_segment` raises, after it has tried all.
     """
@@ -127,7 +127,7 @@ def unlink_consumers(shm_dir: str | os.PathLike[str], handle: ShmHandle) -> int:
     failed: MmcopyError | None = None
     for name in names_of(handle):
         try:
-            removed += unlink_segment(shm_dir, name)
+            removed += unlink_segment(shm_dir, name, owner)
         except MmcopyError as error:
             failed = error
     if failed is not None:

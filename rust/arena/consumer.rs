@@ -1,6 +1,5 @@
 //! One worker that has the arena, as the sender sees it.
 
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -24,7 +23,7 @@ pub(super) struct Consumer {
 /// What the worker gets.
 #[derive(Debug)]
 pub(super) struct Passed {
-    pub(super) flags: OwnedFd,
+    pub(super) flags: Descriptor,
     /// A child that is forked while the worker is waited for must not keep it: the worker would seem to live.
     pub(super) alive: Descriptor,
 }

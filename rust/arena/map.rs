@@ -239,6 +239,7 @@ impl Map {
 
     /// How far the sender has written a lease that we hold. Never blocks. An error when it has given up.
     pub fn written(&self, claim: &Claim) -> Result<u64> {
+        self.check_process()?;
         let found = self.look(claim);
         if found.is_aborted { Err(self.aborted(claim, found)) } else { Ok(found.nbytes) }
     }
@@ -340,7 +341,8 @@ impl Map {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check_process(&self) -> Result<()> {
+    /// An error in a forked child: what it reads there is not the arena.
+    pub fn check_process(&self) -> Result<()> {
         if self.process.is_current() {
             Ok(())
         } else {

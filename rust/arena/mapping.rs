@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::fork::Region;
 use crate::memory::{Source, Target};
 
 /// Whether we may write to it.
@@ -18,12 +19,13 @@ pub(super) enum Access {
 }
 
 /// A mapped file. It stays mapped until this is dropped, whoever truncates or closes the file; that it cannot become
-/// shorter is the seal's work.
+/// shorter is the seal's work. In a forked child there are zeros in its place.
 #[derive(Debug)]
 pub(super) struct Mapping {
     start: *mut u8,
     nbytes: usize,
     access: Access,
+    region: Region,
 }
 
 // SAFETY: M1. A mapping is an address and a length; what is done with it from several threads are copies and atomic
@@ -44,7 +46,9 @@ impl Mapping {
         };
         // SAFETY: no address is asked for, so nothing that is mapped already is touched.
         let start = unsafe { rustix::mm::mmap(ptr::null_mut(), nbytes, protection, MapFlags::SHARED, file, 0) }?;
-        Ok(Self { start: start.cast(), nbytes, access })
+        // SAFETY: it was just mapped, and is unmapped only by `drop`.
+        let region = unsafe { Region::new(start.cast(), nbytes) };
+        Ok(Self { start: start.cast(), nbytes, access, region })
     }
 
     pub(super) const fn nbytes(&self) -> usize {
@@ -105,8 +109,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: it was mapped by `new` with this length, and every view borrows `self`.
-        let unmapped = unsafe { rustix::mm::munmap(self.start.cast(), self.nbytes) };
-        debug_assert_eq!(unmapped, Ok(()));
+        if self.region.end() {
+            // SAFETY: it was mapped by `new` with this length, and every view borrows `self`.
+            let unmapped = unsafe { rustix::mm::munmap(self.start.cast(), self.nbytes) };
+            debug_assert_eq!(unmapped, Ok(()));
+        }
     }
 }

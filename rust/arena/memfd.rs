@@ -1,6 +1,6 @@
 //! Anonymous files in memory: made, filled, sealed, and checked by those who receive them.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
 
@@ -12,6 +12,7 @@ use super::error::ArenaError;
 use super::mapping::{Access, Mapping};
 use super::{HugePages, Report};
 use crate::entry::Identity;
+use crate::fork::Descriptor;
 
 /// `fallocate` undoes its work when a signal arrives; in pieces of this size a process with a timer gets on.
 const RESERVE_BYTES: u64 = 64 << 20;
@@ -29,12 +30,12 @@ fn io(operation: &'static str, nbytes: u64) -> impl FnOnce(Errno) -> ArenaError 
 }
 
 /// An empty file that can be sealed. `is_noexec` tells whether the kernel also forbids to run it.
-fn create(name: &str, more: MemfdFlags) -> Result<(OwnedFd, bool), Errno> {
+fn create(name: &str, more: MemfdFlags) -> Result<(Descriptor, bool), Errno> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | more;
     // With vm.memfd_noexec=2 only the first works, before Linux 6.3 only the second.
     match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-        Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags).map(|file| (file, false)),
-        made => made.map(|file| (file, true)),
+        Err(Errno::INVAL) => rustix::fs::memfd_create(name, flags).map(|file| (Descriptor::new(file), false)),
+        made => made.map(|file| (Descriptor::new(file), true)),
     }
 }
 
@@ -43,7 +44,7 @@ pub(super) fn data(
     nbytes: usize,
     huge_pages: HugePages,
     num_threads: usize,
-) -> Result<(OwnedFd, Mapping, Report), ArenaError> {
+) -> Result<(Descriptor, Mapping, Report), ArenaError> {
     let size = nbytes as u64;
     let setting = shmem_setting();
     let is_reserved = huge_pages == HugePages::Reserved;
@@ -76,7 +77,7 @@ pub(super) fn data(
 }
 
 /// The file of an arena's control, mapped and sealed. `write` fills it before consumers could see it.
-pub(super) fn control(nbytes: usize, write: impl FnOnce(&Mapping)) -> Result<(OwnedFd, Mapping), ArenaError> {
+pub(super) fn control(nbytes: usize, write: impl FnOnce(&Mapping)) -> Result<(Descriptor, Mapping), ArenaError> {
     let (file, mapping) = small("mmcopy-arena-control", nbytes)?;
     write(&mapping);
     seal(&file).map_err(io("sealing", nbytes as u64))?;
@@ -84,13 +85,13 @@ pub(super) fn control(nbytes: usize, write: impl FnOnce(&Mapping)) -> Result<(Ow
 }
 
 /// The file of one consumer's flags, which it maps writable.
-pub(super) fn flags(nbytes: usize) -> Result<(OwnedFd, Mapping), ArenaError> {
+pub(super) fn flags(nbytes: usize) -> Result<(Descriptor, Mapping), ArenaError> {
     let (file, mapping) = small("mmcopy-arena-flags", nbytes)?;
     rustix::fs::fcntl_add_seals(&file, SIZE_SEALS | SealFlags::SEAL).map_err(io("sealing", nbytes as u64))?;
     Ok((file, mapping))
 }
 
-fn small(name: &str, nbytes: usize) -> Result<(OwnedFd, Mapping), ArenaError> {
+fn small(name: &str, nbytes: usize) -> Result<(Descriptor, Mapping), ArenaError> {
     let size = nbytes as u64;
     let (file, _) = create(name, MemfdFlags::empty()).map_err(io("memfd_create", size))?;
     rustix::fs::ftruncate(&file, size).map_err(io("ftruncate", size))?;
@@ -102,7 +103,7 @@ fn small(name: &str, nbytes: usize) -> Result<(OwnedFd, Mapping), ArenaError> {
 
 /// Fixes the size, and forbids everyone but mappings that exist to write. False where the kernel (before 5.1) does not
 /// know the second: then consumers are trusted not to write.
-fn seal(file: &OwnedFd) -> Result<bool, Errno> {
+fn seal(file: &Descriptor) -> Result<bool, Errno> {
     match rustix::fs::fcntl_add_seals(file, SIZE_SEALS | SealFlags::FUTURE_WRITE | SealFlags::SEAL) {
         Ok(()) => Ok(true),
         Err(Errno::INVAL) => rustix::fs::fcntl_add_seals(file, SIZE_SEALS | SealFlags::SEAL).map(|()| false),
@@ -128,7 +129,7 @@ pub(super) fn verify(file: impl AsFd, nbytes: u64) -> Result<(bool, Identity), S
     Ok((seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE), Identity::of(&found)))
 }
 
-fn reserve(file: &OwnedFd, nbytes: u64) -> Result<(), Errno> {
+fn reserve(file: &Descriptor, nbytes: u64) -> Result<(), Errno> {
     let mut start = 0;
     while start < nbytes {
         let piece = RESERVE_BYTES.min(nbytes - start);

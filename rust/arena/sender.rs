@@ -1,6 +1,6 @@
 //! The sender's side: the arena, its consumers, and the thread that gives blocks back.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
@@ -17,7 +17,7 @@ use super::table::{MAX_CONSUMERS, Table};
 use super::writing::Writing;
 use super::{HugePages, Options, Report, Statistics, budget, memfd};
 use crate::endpoint::{Offer, SenderLink};
-use crate::fork::Process;
+use crate::fork::{Descriptor, Process};
 use crate::{Error, Result, owner};
 
 /// An arena: one a sender, for all its workers. Dropping it closes it; the memory goes with the last mapping, here or in
@@ -47,8 +47,8 @@ pub(super) struct Inner {
 
 #[derive(Debug)]
 struct Files {
-    data: OwnedFd,
-    control: OwnedFd,
+    data: Descriptor,
+    control: Descriptor,
 }
 
 /// What the books say, and who waits.

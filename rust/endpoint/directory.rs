@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::EndpointError;
 use super::socket;
 use crate::entry::{self, Identity};
+use crate::fork::Process;
 
 const PREFIX: &str = "mmcopy-";
 const SUFFIX: &str = ".sock";
@@ -132,9 +133,9 @@ fn remove(path: &Path) -> bool {
 }
 
 /// Removes the socket of a worker that ends, while it still is that file.
-pub(super) fn remove_own(path: &Path, identity: Identity) {
+pub(super) fn remove_own(path: &Path, identity: Identity, owner: Process) {
     // What cannot be removed is a dead worker's from now on, and the next sweep's work.
-    let _ = entry::remove(path, identity);
+    let _ = entry::remove(path, identity, owner);
 }
 
 pub(super) fn io(path: &Path, errno: Errno, operation: &'static str) -> EndpointError {

@@ -223,7 +223,7 @@ struct Probe<'a> {
     shm_dir: &'a Path,
     name: crate::name::SegmentName,
     nonce: Vec<u8>,
-    _owner: Owner,
+    owner: Owner,
 }
 
 impl<'a> Probe<'a> {
@@ -235,14 +235,14 @@ impl<'a> Probe<'a> {
             nonce.extend(bits.to_ne_bytes());
         }
         let (name, _) = owner.write(Source::from_slice(&nonce), None, NonZeroUsize::MIN)?;
-        Ok(Self { shm_dir, name, nonce, _owner: owner })
+        Ok(Self { shm_dir, name, nonce, owner })
     }
 }
 
 impl Drop for Probe<'_> {
     fn drop(&mut self) {
         // Left behind it would be a sweep's work.
-        let _ = segment::unlink(self.shm_dir, &self.name);
+        let _ = segment::unlink(self.shm_dir, &self.name, self.owner.process());
     }
 }
 

@@ -129,7 +129,7 @@ impl WorkerEndpoint {
         let started =
             Builder::new().name("mmcopy-endpoint".to_owned()).spawn(move || serving.serve(&waking, &listener));
         let thread = started.map_err(|error| {
-            directory::remove_own(&path, identity);
+            directory::remove_own(&path, identity, process);
             Error::Spawn { thread: 0, num_threads: 1, reason: error.to_string() }
         })?;
         Ok(Self {
@@ -195,7 +195,7 @@ impl WorkerEndpoint {
             return Ok(());
         }
         if !self.shared.is_closing.swap(true, Ordering::Relaxed) {
-            directory::remove_own(&self.path, self.identity);
+            directory::remove_own(&self.path, self.identity, self.process);
         }
         if let Some(wake) = self.wake.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
             // It can only fail when the counter is full, and then the thread is awake.

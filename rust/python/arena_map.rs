@@ -173,6 +173,7 @@ impl PyLease {
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let lease = slf.get();
+        lease.map.check_process()?;
         // SAFETY: Python calls this to export `slf`, which keeps the mapping.
         unsafe { exports::read_only(slf.as_any(), lease.map.source(&lease.claim), view, flags) }
     }

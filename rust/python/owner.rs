@@ -16,7 +16,7 @@ use crate::{Error, Result, sweep as sweeping, sweeper};
 /// A sender's identity on this host: a lock file in shm_dir that is locked as long as this process lives, and names
 /// that no other sender has.
 ///
-/// A child after os.fork() shares the lock and owns nothing: it should call forget() at once.
+/// A child after os.fork() has no part in it, and does not keep it alive.
 #[pyclass(frozen, name = "SegmentOwner", module = "mmcopy._native")]
 pub(super) struct PySegmentOwner {
     /// The random part of this sender's names: 16 hexadecimal digits.
@@ -68,7 +68,7 @@ impl PySegmentOwner {
         drop(self.take());
     }
 
-    /// Closes the descriptor and removes nothing: for a child after os.fork(). May be called again.
+    /// Closes the descriptor and removes nothing, as when the process is killed. May be called again.
     fn forget(&self) {
         if let Some(owner) = self.take() {
             owner.forget();

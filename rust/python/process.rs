@@ -9,7 +9,7 @@ use crate::fork::Process;
 /// Compares by value and can be hashed.
 #[pyclass(frozen, eq, hash, name = "Process", module = "mmcopy._native")]
 #[derive(PartialEq, Eq, Hash)]
-pub(super) struct PyProcess(Process);
+pub(super) struct PyProcess(pub(super) Process);
 
 #[pymethods]
 impl PyProcess {

@@ -17,7 +17,6 @@ use crate::Error;
 use crate::arena::LeaseHandle;
 use crate::memory::Target;
 use crate::pool::Piece;
-use crate::reaper::Reaper;
 use crate::request::{Entry, Extent, Extents, GivenBack, Growing, Item, Kept, Opener, Request, Run};
 
 /// What giving back came to: (items, segments unlinked, leases released, what failed).
@@ -48,18 +47,19 @@ impl PyRequestOpener {
         let find_arena = endpoint.map(|endpoint| -> crate::request::FindArena {
             Box::new(move |handle| endpoint.get().core().find_arena_of(handle))
         });
-        let reaper = Reaper::new();
-        Self { opener: Arc::new(Opener { shm_dir, accept_prefixes, find_arena, limit: timeout_s.0, reaper }) }
+        Self { opener: Arc::new(Opener::new(shm_dir, accept_prefixes, find_arena, timeout_s.0)) }
     }
 
     /// A request of these tensors, with nothing open yet.
     fn request(&self, items: Vec<Bound<'_, PyAny>>) -> PyResult<PyRequest> {
+        self.opener.check_process()?;
         let items = items.iter().map(item_of).collect::<PyResult<_>>()?;
         Ok(PyRequest { request: Request::new(&self.opener, items) })
     }
 
     /// Unlinks the segments and releases the leases that these tensors or handles name, unread.
     fn release(&self, py: Python<'_>, items: Vec<Bound<'_, PyAny>>) -> PyResult<Outcome> {
+        self.opener.check_process()?;
         let items = items.iter().map(item_of).collect::<PyResult<Vec<_>>>()?;
         // How many pages are freed here is not known before.
         let given_back = py.detach(|| {

@@ -9,6 +9,7 @@ use super::arena::cast_of;
 use super::arguments::{Name, Threads, u64_of};
 use super::buffers::{ReadBuffer, WriteBuffer};
 use super::detached_when_big;
+use super::process::PyProcess;
 use crate::segment::Segment;
 use crate::{Error, Result, namespace, segment};
 
@@ -50,11 +51,18 @@ pub(super) fn write_segment(
     Ok(detached_when_big(py, nbytes, || segment::write(&shm_dir, &name.0, src.source(), cast, num_threads.0))?)
 }
 
-/// Removes a segment by name, for a sender that takes back its own. False when it is gone already.
+/// Removes a segment by name, for a sender that takes back its own. False when it is gone already. ClosedError when we are
+/// not owner, the sender's process.
 #[pyfunction]
-pub(super) fn unlink_segment(py: Python<'_>, shm_dir: PathBuf, name: Name) -> PyResult<bool> {
+pub(super) fn unlink_segment(
+    py: Python<'_>,
+    shm_dir: PathBuf,
+    name: Name,
+    owner: &Bound<'_, PyProcess>,
+) -> PyResult<bool> {
+    let owner = owner.get().0;
     // How many pages are freed here is not known before.
-    Ok(py.detach(|| segment::unlink(&shm_dir, &name.0))?)
+    Ok(py.detach(|| segment::unlink(&shm_dir, &name.0, owner))?)
 }
 
 /// An open segment, to be read and removed by its consumer. A context manager: leaving it closes the file and does not

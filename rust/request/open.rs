@@ -1,18 +1,35 @@
 //! Opening the items of a request: segments by name, leases by claiming them.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
-use super::{Body, Entry, GivenBack, Item, Opener, Request, State};
+use super::{Body, Entry, FindArena, GivenBack, Item, Opener, Request, State};
 use crate::arena::{ArenaError, LeaseHandle, Map};
+use crate::fork::Process;
 use crate::name::SegmentName;
+use crate::reaper::Reaper;
 use crate::segment::Segment;
 use crate::{Error, Result};
 
 impl Opener {
+    /// Segments are in `shm_dir`; only those whose names begin with one of `accept_prefixes` are opened, and so unlinked: a
+    /// handle is a peer's word, and other programs keep files in the same directory. `find_arena` finds the arenas that
+    /// are mapped here; None where there can be none. A request waits for senders that are still writing up to `limit`.
+    pub fn new(shm_dir: PathBuf, accept_prefixes: Vec<String>, find_arena: Option<FindArena>, limit: Duration) -> Self {
+        Self { shm_dir, accept_prefixes, find_arena, limit, reaper: Reaper::new(), process: Process::current() }
+    }
+
+    /// An error in a forked child.
+    pub fn check_process(&self) -> Result<()> {
+        if self.process.is_current() { Ok(()) } else { Err(Error::Closed { what: "the parent's receiver".to_owned() }) }
+    }
+
     /// Opens a segment whose name is accepted.
     fn open_segment(&self, name: &Result<SegmentName>) -> Result<Segment> {
+        self.check_process()?;
         let name = name.as_ref().map_err(Clone::clone)?;
         if !self.accept_prefixes.iter().any(|prefix| name.as_str().starts_with(prefix)) {
             return Err(Error::NotAccepted { name: name.to_string(), prefixes: self.accept_prefixes.join(", ") });

@@ -9,13 +9,8 @@ use crate::segment::write;
 const NEVER: Interrupted<'static> = &|| false;
 
 fn opener(shm: &Path) -> Arc<Opener> {
-    Arc::new(Opener {
-        shm_dir: shm.to_path_buf(),
-        accept_prefixes: vec!["ours-".to_owned(), "other-".to_owned()],
-        find_arena: None,
-        limit: Duration::from_secs(5),
-        reaper: Reaper::new(),
-    })
+    let prefixes = vec!["ours-".to_owned(), "other-".to_owned()];
+    Arc::new(Opener::new(shm.to_path_buf(), prefixes, None, Duration::from_secs(5)))
 }
 
 fn segment(shm: &Path, name: &str, bytes: &[u8]) -> Item {

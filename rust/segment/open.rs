@@ -1,7 +1,7 @@
 //! The consumer's side: open, check, read, remove.
 
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -9,18 +9,19 @@ use rustix::fs::{Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use crate::entry::{self, Identity};
+use crate::fork::{Descriptor, Process};
 use crate::memory::Target;
 use crate::name::SegmentName;
 use crate::transfer;
 use crate::workers::Plan;
 use crate::{Error, Result};
 
-/// An open segment. Dropping it closes the file and leaves the name.
+/// An open segment. Dropping it closes the file and leaves the name. A forked child has no part in it.
 #[derive(Debug)]
 pub struct Segment {
     name: SegmentName,
     path: PathBuf,
-    file: OwnedFd,
+    file: Descriptor,
     identity: Identity,
     file_nbytes: u64,
     uid: u32,
@@ -34,6 +35,7 @@ impl Segment {
         let path = name.path_in(shm_dir);
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = rustix::fs::open(&path, flags, Mode::empty()).map_err(|errno| refused(errno, &path))?;
+        let file = Descriptor::new(file);
         let found = rustix::fs::fstat(&file).map_err(|errno| Error::from_errno(errno, "fstat", &path, 0))?;
         if let Some(kind) = entry::unusual_kind(&found) {
             return Err(unusual(&path, &found, kind));
@@ -80,6 +82,9 @@ impl Segment {
 
     /// Fills `target` from `offset` on. Blocks until all bytes are there. After an error the target holds anything.
     pub fn read_into(&self, target: Target<'_>, offset: u64, num_threads: NonZeroUsize) -> Result<()> {
+        if !self.file.is_here() {
+            return Err(Error::Closed { what: format!("segment {:?}", self.name.as_str()) });
+        }
         let wanted_nbytes = target.nbytes() as u64;
         self.check(offset, wanted_nbytes)?;
         let plan = Plan::new(target.nbytes(), NonZeroUsize::MIN, num_threads);
@@ -100,8 +105,7 @@ impl Segment {
         if *is_unlinked {
             return Ok(false);
         }
-        let removed = entry::remove(&self.path, self.identity)
-            .map_err(|errno| Error::from_errno(errno, "unlink", &self.path, 0))?;
+        let removed = entry::remove(&self.path, self.identity, self.file.process())?;
         *is_unlinked = true;
         Ok(removed)
     }
@@ -120,14 +124,14 @@ impl Segment {
     }
 }
 
-/// Removes a regular file of this name, for a sender that takes back its own. False when it is gone already.
-pub fn unlink(shm_dir: &Path, name: &SegmentName) -> Result<bool> {
+/// Removes a regular file of this name, for the process `owner` that takes back its own. False when it is gone already.
+pub(crate) fn unlink(shm_dir: &Path, name: &SegmentName, owner: Process) -> Result<bool> {
     let path = name.path_in(shm_dir);
     let failed = |errno| Error::from_errno(errno, "unlink", &path, 0);
     match rustix::fs::lstat(&path) {
         Ok(found) => match entry::unusual_kind(&found) {
             Some(kind) => Err(unusual(&path, &found, kind)),
-            None => entry::remove(&path, Identity::of(&found)).map_err(failed),
+            None => entry::remove(&path, Identity::of(&found), owner),
         },
         Err(Errno::NOENT) => Ok(false),
         Err(errno) => Err(failed(errno)),

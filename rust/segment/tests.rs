@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::Error;
 use crate::cast::Cast;
+use crate::fork::Process;
 use crate::memory::{Source, Target};
 use crate::name::SegmentName;
 
@@ -117,7 +118,7 @@ fn a_directory_that_is_missing_is_not_found() {
         Err(Error::NotFound { path: path.clone() })
     );
     assert_eq!(Segment::open(&missing, &named("a")).unwrap_err(), Error::NotFound { path });
-    assert_eq!(unlink(&missing, &named("a")), Ok(false));
+    assert_eq!(unlink(&missing, &named("a"), Process::current()), Ok(false));
 }
 
 #[test]
@@ -138,9 +139,10 @@ fn a_file_that_is_not_regular_is_refused_at_once_and_left_alone() {
         ("fifo", "a FIFO"),
         ("socket", "a socket"),
     ] {
-        for error in
-            [Segment::open(shm.path(), &named(name)).unwrap_err(), unlink(shm.path(), &named(name)).unwrap_err()]
-        {
+        for error in [
+            Segment::open(shm.path(), &named(name)).unwrap_err(),
+            unlink(shm.path(), &named(name), Process::current()).unwrap_err(),
+        ] {
             assert!(matches!(&error, Error::Kind { kind: found, .. } if *found == kind), "{name}: {error:?}");
             assert!(error.os().is_some_and(|(errno, path)| errno > 0 && path == at(name)));
         }
@@ -231,12 +233,23 @@ fn racing_removals_have_one_winner() {
 }
 
 #[test]
+fn a_forked_child_reads_and_removes_nothing() {
+    let shm = directory();
+    let name = named("handed");
+    write(shm.path(), &name, Source::from_slice(b"x"), None, ONE).unwrap();
+    let closed =
+        Err(Error::Closed { what: format!("{}, which is the parent process's", shm.path().join("handed").display()) });
+    assert_eq!(unlink(shm.path(), &name, Process::elsewhere()), closed);
+    assert!(shm.path().join("handed").exists());
+}
+
+#[test]
 fn taking_back_tells_whether_it_was_there() {
     let shm = directory();
     let name = named("back");
     write(shm.path(), &name, Source::from_slice(b"x"), None, ONE).unwrap();
-    assert_eq!(unlink(shm.path(), &name), Ok(true));
-    assert_eq!(unlink(shm.path(), &name), Ok(false));
+    assert_eq!(unlink(shm.path(), &name, Process::current()), Ok(true));
+    assert_eq!(unlink(shm.path(), &name, Process::current()), Ok(false));
 }
 
 #[test]

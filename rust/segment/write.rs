@@ -5,7 +5,7 @@
 //! a file, so a plain write gains nothing from several; a cast does, because the next block is cast meanwhile.
 
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, Mode, OFlags};
@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use crate::cast::Cast;
 use crate::entry::{self, Identity};
+use crate::fork::Descriptor;
 use crate::memory::{Source, Target};
 use crate::name::SegmentName;
 use crate::transfer;
@@ -64,7 +65,7 @@ fn create(
 }
 
 fn write_cast(
-    file: &OwnedFd,
+    file: &Descriptor,
     source: Source<'_>,
     cast: Cast,
     num_threads: NonZeroUsize,
@@ -86,7 +87,7 @@ fn write_cast(
 }
 
 /// Reserves the space and sets the length.
-fn reserve(file: &OwnedFd, nbytes: u64) -> std::result::Result<(), Errno> {
+fn reserve(file: &Descriptor, nbytes: u64) -> std::result::Result<(), Errno> {
     let mut start = 0;
     while start < nbytes {
         let piece = RESERVE_BYTES.min(nbytes - start);
@@ -104,7 +105,7 @@ fn reserve(file: &OwnedFd, nbytes: u64) -> std::result::Result<(), Errno> {
 /// A file that we created and that no message names yet: dropping it removes it.
 struct Created {
     path: PathBuf,
-    file: OwnedFd,
+    file: Descriptor,
     is_kept: bool,
 }
 
@@ -112,7 +113,7 @@ impl Created {
     fn new(path: &Path) -> std::result::Result<Self, Errno> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
-        Ok(Self { path: path.to_path_buf(), file, is_kept: false })
+        Ok(Self { path: path.to_path_buf(), file: Descriptor::new(file), is_kept: false })
     }
 
     fn keep(mut self) {
@@ -126,7 +127,7 @@ impl Drop for Created {
             && let Ok(found) = rustix::fs::fstat(&self.file)
         {
             // The error that brought us here is the one to report.
-            let _ = entry::remove(&self.path, Identity::of(&found));
+            let _ = entry::remove(&self.path, Identity::of(&found), self.file.process());
         }
     }
 }

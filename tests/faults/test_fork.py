@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,58 @@ def test_a_child_takes_no_segment_of_its_parent_back(host: Host) -> None:
     assert worker.receive(told, seeds=[1])
 
 
+def test_a_child_takes_nothing_that_its_parent_was_handed(host: Host) -> None:
+    worker = host.worker("grpc://w")
+    leases = host.sender(worker, arena_bytes=8 * MIB)
+    segments = host.sender(worker, arena_bytes=0)
+    by_lease, viewed, watched = (leases.send(worker, nbytes=5000, seed=seed) for seed in (1, 2, 3))
+    by_segment = segments.send(worker, nbytes=5000, seed=4)
+    assert [by_lease["path"], by_segment["path"]] == ["lease", "segment"]
+    worker.ask("note", items=[by_lease, by_segment])
+    worker.ask("view", told=viewed)
+    worker.ask("watch", told=watched)
+    assert worker.ask("fork", stays=False)[1] == []
+    assert worker.receive(by_lease, by_segment, seeds=[1, 4])
+    assert worker.ask("viewed", seed=2)
+    assert worker.ask("let_go", name=watched["handle"][0], seed=3)
+    leases.check_books()
+
+
+def test_a_receive_under_way_is_the_parents(tmp_path: pathlib.Path, shm_dir: pathlib.Path) -> None:
+    """One that has not begun, inherited: the child neither waits for it for ever nor removes its segments."""
+    with (
+        Receiver("cpu", framework="numpy", shm_dir=shm_dir) as receiver,
+        PlainSender(TransportConfig(mode="shm", shm_min_bytes=1), shm_dir=shm_dir) as sender,
+    ):
+        begun, go_on = threading.Semaphore(0), threading.Event()
+        receive = receiver._receive
+
+        def held(*arguments: Any) -> Any:
+            begun.release()
+            assert go_on.wait(LIMIT_S)
+            return receive(*arguments)
+
+        receiver._receive = held  # type: ignore[method-assign]
+        pending = [receiver.receive_async(sender.send(bytes(range(n, n + 9)))) for n in range(3)]
+        for _ in range(2):
+            assert begun.acquire(timeout=LIMIT_S)
+        child = os.fork()
+        if child == 0:
+            problems = 0
+            for each in pending:
+                for call in (each.cancel, each.wait, each.done, lambda: each.settle(1.0)):  # noqa: B023
+                    try:
+                        call()
+                        problems += 1
+                    except ClosedError:
+                        pass
+            receiver.close()
+            os._exit(problems)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        go_on.set()
+        assert [each.wait(LIMIT_S).tobytes() for each in pending] == [bytes(range(n, n + 9)) for n in range(3)]
+
+
 def test_children_that_live_on_keep_neither_side_alive(host: Host) -> None:
     victim, witness = host.worker("grpc://victim"), host.worker("grpc://witness")
     sender = host.sender(victim, witness, arena_bytes=8 * MIB)
@@ -171,6 +224,7 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
         reserved = sender.reserve((5,), "uint8", worker=spec)
         assert reserved.array is not None
         reserved.array[:] = range(5)
+        array = reserved.array
         never: Future[None] = Future()
         stream = StreamingSend(TensorData("uint8", (1,), Inline(b"a")), never)
         child = os.fork()
@@ -184,6 +238,8 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
                     except ClosedError:
                         pass
                 problems += not stream.done()
+                problems += array.tolist() != [0] * 5  # an array of a lease ends at the fork
+                array[:] = 7
                 with stream:
                     pass
                 with contextlib.suppress(KeyError), reserved:
@@ -193,6 +249,7 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
             finally:
                 os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del array
         never.set_result(None)
         assert stream.wait() is stream.data
         assert receiver.receive(reserved.commit()).tolist() == [0, 1, 2, 3, 4]

@@ -127,7 +127,7 @@ def test_buffers_are_released_after_success_and_after_errors(shm_dir: Path) -> N
         with pytest.raises((ValueError, OSError, BufferError)):
             call()
         resize(buffer)
-    assert _native.unlink_segment(shm_dir, "released")
+    assert _native.unlink_segment(shm_dir, "released", _native.Process.current())
 
 
 class Bystander:

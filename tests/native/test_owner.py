@@ -96,7 +96,7 @@ def test_an_owner_has_a_private_lock_file_until_it_is_closed(shm_dir: pathlib.Pa
     name, nbytes = owner.write(b"\0\x01", src_dtype="uint8", dst_dtype="uint8")
     assert (shm_dir / name).read_bytes() == b"\0\x01"
     assert nbytes == 2
-    assert _native.unlink_segment(shm_dir, name)
+    assert _native.unlink_segment(shm_dir, name, _native.Process.current())
     assert repr(owner) == f"<mmcopy._native.SegmentOwner {owner.instance_id} open>"
     owner.close()
     owner.close()
@@ -232,7 +232,7 @@ assert os.waitstatus_to_exitcode(status) == 7, status
 assert sorted(os.listdir(shm_dir)) == sorted([name, f"mmcopy-{owner.instance_id}.lock"]), os.listdir(shm_dir)
 assert _native.sweep(shm_dir, orphan_grace_s=0) == ([], 0, []), "the parent is alive"
 owner.next_name()
-assert _native.unlink_segment(shm_dir, name)
+assert _native.unlink_segment(shm_dir, name, _native.Process.current())
 owner.close()
 """
 

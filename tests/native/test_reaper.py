@@ -105,15 +105,19 @@ def test_a_limit_that_is_not_a_number(opener: _native.RequestOpener) -> None:
         opener.join(float("nan"))
 
 
-def test_a_forked_child_closes_its_own_and_does_not_wait(opener: _native.RequestOpener, shm_dir: pathlib.Path) -> None:
+def test_a_forked_child_keeps_none_of_it_and_does_not_wait(
+    opener: _native.RequestOpener, shm_dir: pathlib.Path
+) -> None:
     opened(opener, shm_dir, 1).close(False)
+    assert settle(lambda: opener.pending == 0)
     request = opened(opener, shm_dir, 1)
+    there = open_descriptors()
     child = os.fork()
     if child == 0:
         try:
-            before = open_descriptors()
+            good = open_descriptors() == there - 1
             request.close(False)
-            good = open_descriptors() == before - 1 and opener.join(0) and opener.pending == 0
+            good = good and open_descriptors() == there - 1 and opener.join(0) and opener.pending == 0
             del opener
             os._exit(7 if good else 1)
         finally:

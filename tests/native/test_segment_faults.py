@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -45,7 +46,7 @@ def test_a_missing_segment_is_a_missing_file(shm_dir: pathlib.Path) -> None:
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(shm_dir / "gone"))
     with pytest.raises(SegmentNotFoundError):
         _native.write_segment(shm_dir / "missing", "s", b"x")
-    assert _native.unlink_segment(shm_dir, "gone") is False
+    assert _native.unlink_segment(shm_dir, "gone", _native.Process.current()) is False
 
 
 def test_files_of_another_kind_are_refused_at_once_and_left_alone(shm_dir: pathlib.Path) -> None:
@@ -63,7 +64,8 @@ def test_files_of_another_kind_are_refused_at_once_and_left_alone(shm_dir: pathl
             ("fifo", "a FIFO"),
             ("socket", "a socket"),
         ]:
-            for call in (_native.Segment.open, _native.unlink_segment):
+            unlink = functools.partial(_native.unlink_segment, owner=_native.Process.current())
+            for call in (_native.Segment.open, unlink):
                 with pytest.raises(SegmentError, match=f"not a regular file but {kind}") as caught:
                     call(shm_dir, name)
                 assert isinstance(caught.value, OSError)
@@ -113,7 +115,7 @@ def test_a_file_of_another_user_is_refused_with_owner_and_mode() -> None:
         assert f"owner uid {owner}, mode {mode}; we are uid {us}" in str(caught.value)
         if owner == 0:
             with as_a_stranger(path), pytest.raises(SegmentPermissionError, match=f"owner uid {owner}"):
-                _native.unlink_segment(shm_dir, "theirs")
+                _native.unlink_segment(shm_dir, "theirs", _native.Process.current())
             with as_a_stranger(path), pytest.raises(SegmentPermissionError, match="creating a segment refused"):
                 _native.write_segment(shm_dir, "ours", b"x")
         assert path.exists()
@@ -124,7 +126,7 @@ def test_bad_names_never_reach_the_file_system(shm_dir: pathlib.Path, name: str)
     for call in (
         lambda: _native.validate_segment_name(name),
         lambda: _native.Segment.open(shm_dir, name),
-        lambda: _native.unlink_segment(shm_dir, name),
+        lambda: _native.unlink_segment(shm_dir, name, _native.Process.current()),
         lambda: _native.write_segment(shm_dir, name, b"x"),
     ):
         with pytest.raises(PayloadError, match="bad segment name"):

@@ -202,7 +202,7 @@ def test_a_name_is_removed_only_while_it_is_this_file(shm_dir: pathlib.Path) -> 
         segment.read_into(dst, 0)
         assert dst == b"first"
     assert (shm_dir / "s").read_bytes() == b"a stranger's"
-    assert _native.unlink_segment(shm_dir, "s") is True
+    assert _native.unlink_segment(shm_dir, "s", _native.Process.current()) is True
 
 
 def test_closing_twice_and_using_afterwards(shm_dir: pathlib.Path) -> None:
@@ -221,7 +221,7 @@ def test_closing_twice_and_using_afterwards(shm_dir: pathlib.Path) -> None:
     assert (segment.name, segment.file_nbytes) == ("s", 3)
     assert "closed" in repr(segment)
     assert (shm_dir / "s").exists(), "close removes no name"
-    assert _native.unlink_segment(shm_dir, "s")
+    assert _native.unlink_segment(shm_dir, "s", _native.Process.current())
 
 
 def test_leaving_the_block_keeps_the_error_inside(shm_dir: pathlib.Path) -> None:
@@ -236,7 +236,7 @@ def test_leaving_the_block_keeps_the_error_inside(shm_dir: pathlib.Path) -> None
     with pytest.raises(KeyError, match="inside"):
         fail_inside()
     assert dst == b"abc"
-    assert _native.unlink_segment(shm_dir, "s")
+    assert _native.unlink_segment(shm_dir, "s", _native.Process.current())
 
 
 def test_a_close_in_another_thread_lets_reads_finish(shm_dir: pathlib.Path) -> None:
@@ -251,7 +251,7 @@ def test_a_close_in_another_thread_lets_reads_finish(shm_dir: pathlib.Path) -> N
             segment.read_into(dst, 0, num_threads=2)
             assert dst == data
         closer.join(timeout=20)
-    assert _native.unlink_segment(shm_dir, "s")
+    assert _native.unlink_segment(shm_dir, "s", _native.Process.current())
 
 
 def test_namespace_id_is_boot_id_and_device(shm_dir: pathlib.Path) -> None:

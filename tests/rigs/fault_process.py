@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import json
 import os
+import pathlib
+import re
 import select
 import signal
 import sys
@@ -57,7 +60,8 @@ class Role:
         if child == 0:
             os.close(0)
             os.close(1)
-            os.write(theirs, json.dumps(self.problems_of_a_child()).encode() + b"\n")
+            problems = kept_by_a_child() + self.problems_of_a_child()
+            os.write(theirs, json.dumps(problems).encode() + b"\n")
             os.close(theirs)
             if stays:
                 threading.Event().wait(120)
@@ -81,6 +85,14 @@ class Role:
 
     def close(self) -> None:
         raise NotImplementedError
+
+
+def kept_by_a_child() -> list[str]:
+    """Shared memory and files of ours that this process still has."""
+    maps = {line.split(maxsplit=5)[-1].strip() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()}
+    files = {str(link.readlink()) for link in pathlib.Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    ours = re.compile(r"/memfd:mmcopy.*|/dev/shm/.*mmcopy-.*|socket:.*")
+    return [f"it keeps {name}" for name in sorted(maps | files) if ours.fullmatch(name)]
 
 
 def frame_name(frame: Any) -> str:
@@ -172,8 +184,8 @@ class SenderRole(Role):
                     raise KeyError
             except KeyError:
                 pass
-            if sender.cancel(data):
-                problems.append(f"it took {data.payload} back")
+            problems += not_refused({"cancel": functools.partial(sender.cancel, data)})
+            sender.mark_down(next(iter(self.specs.values())))
         sender.close()
         return problems
 
@@ -201,6 +213,20 @@ class WorkerRole(Role):
         )
         self.scribbling = threading.Event()
         self.watched: dict[str, _native.Lease] = {}
+        self.noted: list[TensorData] = []
+        self.views: list[np.ndarray[Any, Any]] = []
+
+    def note(self, items: list[dict[str, Any]]) -> None:
+        """What a child then tries to receive and to release."""
+        self.noted = [unpacked(told) for told in items]
+
+    def view(self, told: dict[str, Any]) -> None:
+        self.views.append(self.receiver.view(unpacked(told)))
+
+    def viewed(self, seed: int) -> bool:
+        """Whether the bytes of the last view are right; it ends."""
+        array = self.views.pop()
+        return array.tobytes() == random_bytes(len(array), seed).tobytes()
 
     def path(self) -> str:
         return self.endpoint.path
@@ -273,6 +299,29 @@ class WorkerRole(Role):
                 "statistics": self.endpoint.statistics,
             }
         )
+        for item in self.noted:
+            problems += not_refused(
+                {
+                    f"release of {item.path}": functools.partial(self.receiver.release, item),
+                    f"receive of {item.path}": functools.partial(self.receiver.receive, item),
+                    f"receive of {item.path} with a wrong out": functools.partial(
+                        self.receiver.receive, [item], out=[np.empty(1), np.empty(1)]
+                    ),
+                    f"view of {item.path}": functools.partial(self.receiver.view, item),
+                }
+            )
+        for lease in self.watched.values():
+            problems += not_refused(
+                {
+                    "written": lease.written,
+                    "wait_written": functools.partial(lease.wait_written, 1, 1.0),
+                    "a buffer": functools.partial(memoryview, lease),
+                    "release": lease.release,
+                    "defer_release": lease.defer_release,
+                }
+            )
+        if any(view.any() for view in self.views):
+            problems.append("a view still has the parent's bytes")
         if self.endpoint.native.arenas():
             problems.append("it has arenas")
         self.close()

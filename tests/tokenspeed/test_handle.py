@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from mmcopy import ParallelOptions
-from mmcopy.errors import PayloadError, SegmentSizeError
+from mmcopy.errors import ClosedError, PayloadError, SegmentSizeError
 from mmcopy.integrations.tokenspeed import EncoderFeatureTransport, ShmTensorHandle
 from mmcopy.receive.group import Strategy
 from tests.rigs.arrays import MIB
@@ -36,6 +37,28 @@ def our_own_lock() -> None:
 @pytest.fixture
 def left(segments: Added) -> Callable[[], list[str]]:
     return lambda: named(segments())
+
+
+def test_a_forked_child_takes_no_segment_of_its_parents(left: Callable[[], list[str]]) -> None:
+    published, attached = (ShmTensorHandle.publish(torch.arange(n)) for n in (3, 4))
+    attached.attach()
+    child = os.fork()
+    if child == 0:
+        problems = 0
+        for call in (published.attach, published.try_attach, attached.consume):
+            try:
+                call()
+                problems += 1
+            except ClosedError:
+                pass
+        published.release()
+        attached.release()
+        os._exit(problems)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sorted(left()) == sorted([published.shm_name, attached.shm_name])
+    for handle, count in ((published, 3), (attached, 4)):
+        handle.attach()
+        assert handle.consume().tolist() == list(range(count))
 
 
 SOURCES = [

@@ -8,8 +8,9 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from mmcopy._native import Process
 from mmcopy.config import LONGEST_S
-from mmcopy.errors import MmcopyTimeoutError
+from mmcopy.errors import ClosedError, MmcopyTimeoutError
 
 __all__ = ["PendingReceive"]
 
@@ -19,19 +20,23 @@ class PendingReceive:
 
     They are safe on the stream that was current where :meth:`Receiver.receive_async` was called. Cancelling a receive
     that has not begun removes its segments unread; one that has begun goes on to its end, because a copy cannot be
-    interrupted, and its tensors are dropped. Cancelling an ``await`` cancels the receive.
+    interrupted, and its tensors are dropped. Cancelling an ``await`` cancels the receive. In a forked child every call
+    raises :class:`ClosedError`: the thread is the parent's.
     """
 
     def __init__(self, future: Future[Any], release: Callable[[], object]) -> None:
         self._future = future
         self._release = release
+        self._process = Process.current()
 
     def done(self) -> bool:
         """Whether :meth:`wait` returns or raises at once. Does not block."""
+        self._check_process()
         return self._future.done()
 
     def settle(self, timeout_s: float) -> bool:
         """Whether the receive has ended, well or not, within ``timeout_s``. Blocks so long at most."""
+        self._check_process()
         done, _ = wait([self._future], timeout_s)
         return bool(done)
 
@@ -40,6 +45,7 @@ class PendingReceive:
 
         Raises what the receive raised, and :class:`MmcopyTimeoutError` on the limit: the receive goes on then.
         """
+        self._check_process()
         if timeout_s is not None:
             timeout_s = min(timeout_s, LONGEST_S)  # infinity, for example
         try:
@@ -56,6 +62,7 @@ class PendingReceive:
 
     def cancel(self) -> bool:
         """Give the receive up. True when it had not begun: its segments are removed unread."""
+        self._check_process()
         cancelled = self._future.cancel()
         if cancelled:
             self._release()
@@ -64,7 +71,13 @@ class PendingReceive:
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
 
+    def _check_process(self) -> None:
+        # A lock of the future may have been held at the fork, by a thread that the child does not have.
+        if not self._process.is_current():
+            raise ClosedError(f"process {self._process.pid} receives it, and this process was forked from that one")
+
     async def _awaited(self) -> Any:
+        self._check_process()
         inner = asyncio.wrap_future(self._future)
         inner.add_done_callback(
             lambda done: done.cancelled() or done.exception()

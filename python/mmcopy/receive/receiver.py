@@ -274,7 +274,7 @@ class Receiver:
         """A lease's own memory as a read-only numpy array, on device ``"cpu"``: nothing is copied.
 
         The lease is held until the array, and every array made from it, is gone. The sender waits for its memory, so
-        copy what is kept for long.
+        copy what is kept for long. In a forked child the array holds zeros.
 
         Raises:
             PayloadError: The item is not a lease; it is left as it is.
@@ -319,6 +319,7 @@ class Receiver:
 
         Raises:
             PayloadError: ``items`` is neither an item nor a collection.
+            ClosedError: in a forked child, whose parent's they are.
         """
         return self._opener.release([items] if isinstance(items, (TensorData, ShmHandle)) else values_of(items))
 
@@ -333,10 +334,12 @@ class Receiver:
 
         Blocking: at most ``timeout_s`` for receives, and as long for copies.
         """
+        if not self._process.is_current():
+            return  # without the lock, which may have been held at the fork
         with self._lock:
             was_closed, self._closed = self._closed, True
             threads, self._threads = self._threads, None
-        if was_closed or not self._process.is_current():
+        if was_closed:
             return
         try:
             if threads is not None:

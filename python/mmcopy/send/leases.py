@@ -150,7 +150,7 @@ class Reservation:
     """Memory to write a tensor into, where the receiver reads it. A context manager: it commits, or aborts on an error.
 
     ``array`` is C-contiguous and writable, with what was there before in it. Use it no more after :meth:`commit`: what
-    is written then can reach the receiver, or another tensor's.
+    is written then can reach the receiver, or another tensor's. In a forked child it holds zeros of the child's own.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from mmcopy._native import SegmentOwner, Sweeper, unlink_segment
+from mmcopy._native import Process, SegmentOwner, Sweeper, unlink_segment
 from mmcopy.arrays import FlatArray
 from mmcopy.errors import (
     ClosedError,
@@ -30,6 +30,7 @@ __all__ = ["SegmentWriter"]
 _log = logging.getLogger(__name__)
 
 _SEGMENTS_TRIED = 4
+_FORKED = "the sender belongs to the process that this one was forked from"
 
 # What a failed write is counted as, by the error's class.
 _WRITE_FAILURES: tuple[tuple[type[SegmentError], Reason], ...] = (
@@ -51,7 +52,7 @@ class SegmentWriter:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._owner: SegmentOwner | None = None
-        self._is_forked = False
+        self._process = Process.current()
         self._has_warned = False
         self.sweeper = Sweeper(shm_dir)
         """Removes what senders that are gone left, when that is due; every send starts it."""
@@ -88,12 +89,15 @@ class SegmentWriter:
             return reason
         return ShmHandle(name, 0, nbytes, owner_id_for(owner.instance_id, consumers))
 
+    def check_process(self) -> None:
+        """Raise :class:`ClosedError` in a forked child."""
+        if not self._process.is_current():
+            raise ClosedError(_FORKED)
+
     def cancel(self, handle: ShmHandle) -> bool:
-        """Unlink a segment that was not handed over, for all its consumers. True when it was still there; False in a
-        forked child: it is the parent's."""
-        if self._is_forked:
-            return False
-        removed = unlink_consumers(self._shm_dir, handle)
+        """Unlink a segment that was not handed over, for all its consumers. True when it was still there. Raises
+        :class:`ClosedError` in a forked child: it is the parent's."""
+        removed = unlink_consumers(self._shm_dir, handle, self._process)
         if removed:
             self._metrics.count(Counter.SEGMENTS_REMOVED, "cancelled", removed)
         return removed > 0
@@ -103,7 +107,7 @@ class SegmentWriter:
         removed = 0
         for name in names:
             try:
-                removed += unlink_segment(self._shm_dir, name)
+                removed += unlink_segment(self._shm_dir, name, self._process)
             except MmcopyError as error:
                 self._metrics.count(Counter.REMOVE_FAILURES, type(error).__name__)
                 _log.warning("could not unlink a segment: %s", error)
@@ -122,12 +126,9 @@ class SegmentWriter:
 
     def forget(self) -> None:
         """For a child after ``fork``: the name and the segments are the parent's."""
-        self.closed_because = "the sender belongs to the process that this one was forked from"
-        self._is_forked = True
+        self.closed_because = _FORKED
         self._lock = threading.Lock()  # the parent's may have been held at the fork
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner.forget()
+        self._owner = None
 
     def _linked(self, write: Callable[[], tuple[str, int]], consumers: int) -> tuple[str, int]:
         """A segment with names for all its consumers. Another user who sees its first name could take a further one."""
@@ -138,7 +139,7 @@ class SegmentWriter:
                 break
             except BaseException as error:
                 with contextlib.suppress(MmcopyError):
-                    unlink_segment(self._shm_dir, name)
+                    unlink_segment(self._shm_dir, name, self._process)
                 if left == 0 or not isinstance(error, SegmentError) or error.errno != errno.EEXIST:
                     raise
         return name, nbytes

@@ -293,6 +293,9 @@ class Sender:
 
         Returns:
             Whether it was still there.
+
+        Raises:
+            ClosedError: in a forked child, whose parent's it is.
         """
         handle = data.payload
         return isinstance(handle, ShmHandle) and self._cancel(handle)
@@ -573,6 +576,7 @@ class Sender:
         return sent
 
     def _cancel(self, handle: ShmHandle) -> bool:
+        self._segments.check_process()
         if handle.is_lease:
             arena = self._arena.native
             return arena is not None and arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from mmcopy._native import Process, Segment, SegmentOwner, Sweeper, validate_segment_name
 from mmcopy.arrays import flatten
 from mmcopy.config import ACCEPT_PREFIXES, check_accepted, default_num_threads
-from mmcopy.errors import MmcopyError, SegmentNotFoundError
+from mmcopy.errors import ClosedError, MmcopyError, SegmentNotFoundError
 from mmcopy.tensors import ShmHandle, TensorData
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class ShmTensorHandle:
     The order of calls is :meth:`publish` (producer), :meth:`attach` or :meth:`try_attach` on every rank, a barrier, and
     then on each rank one of :meth:`consume`, :meth:`copy_into` and :meth:`release`, or :meth:`copy_to_pinned` and then
     :meth:`release`. The first to remove the name wins; the others do not notice. Pickling takes the three arguments
-    alone. Only names that begin with one of ``accept_prefixes`` are opened, and so removed.
+    alone. Only names that begin with one of ``accept_prefixes`` are opened, and so removed. An object that a forked
+    child inherits is its parent's: :meth:`attach` raises there, and :meth:`release` does nothing.
 
     Not for use by several threads at once.
     """
@@ -43,6 +44,7 @@ class ShmTensorHandle:
         self._remote: torch.Tensor | None = None
         self._reachable_ranks: tuple[int, ...] | None = None
         self._group_size = 0
+        self._process = Process.current()
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[int, ...], Any]]:
         return type(self), (self.shm_name, self.shape, self.dtype)
@@ -213,6 +215,8 @@ class ShmTensorHandle:
         self._remote = flat_bytes
 
     def _open(self) -> Segment:
+        if not self._process.is_current():
+            raise ClosedError(f"{self!r} belongs to process {self._process.pid}, from which this one was forked")
         name = validate_segment_name(self.shm_name)
         check_accepted(name, self.accept_prefixes)
         return Segment.open(SHM_DIR, name)
