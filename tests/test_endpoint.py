@@ -26,8 +26,11 @@ from mmcopy.errors import (
     MmcopyTimeoutError,
 )
 from tests.rigs.private_shm import private_shm
+from tests.rigs.users import THEIRS, as_user, open_to_all
 
 from .rigs.waiting import settle
+
+__all__ = ["open_to_all"]
 
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
@@ -352,6 +355,40 @@ def test_an_unwritable_directory_is_one_error(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split() == [str(errno.EACCES)] * 2, done.stderr
+
+
+DEFAULT_DIRECTORY = """
+first, second = WorkerEndpoint(), WorkerEndpoint()
+directory = pathlib.Path(first.path).parent
+print(directory, pathlib.Path(second.path).parent == directory, oct(directory.stat().st_mode)[-4:])
+with SenderLink.connect(first.path, timeout_s=20) as link:
+    print(link.probe(timeout_s=20).reason)
+for each in (first, second):
+    each.close()
+try:
+    WorkerEndpoint(sys.argv[3])
+except errors.EndpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_a_default_directory_of_another_user_is_not_used(open_to_all: pathlib.Path, mode: int) -> None:
+    uid = 2_000_000 + os.getpid()  # whose default directory no other run uses
+    usual = pathlib.Path(f"/tmp/mmcopy-{uid}")
+    try:
+        as_user(THEIRS, open_to_all, "os.umask(0); os.mkdir(sys.argv[3], int(sys.argv[4]))", str(usual), str(mode))
+        found, answer, refused = as_user(uid, open_to_all, DEFAULT_DIRECTORY, str(usual)).splitlines()
+        directory, is_same, found_mode = found.split()
+        assert directory.startswith(f"{usual}-")
+        assert (is_same, found_mode) == ("True", "0700")
+        assert "the worker read 32 bytes" in answer
+        assert f"endpoint directory {usual} is refused: it belongs to uid {THEIRS}, we are uid {uid}" in refused
+        assert as_user(uid, open_to_all, "print(endpoint.default_directory())") == directory
+    finally:
+        for path in usual.parent.glob(f"{usual.name}*"):
+            path.rmdir()
 
 
 AS_NOBODY = """

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import stat
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,10 +29,28 @@ PROBE_PREFIXES = ("mmcopy-",)
 
 def default_directory() -> pathlib.Path:
     """Where sockets live by default: ``/run/user/<uid>/mmcopy`` where the system keeps such a
-    directory, else ``/tmp/mmcopy-<uid>``. Containers do not share it by themselves."""
+    directory, else ``/tmp/mmcopy-<uid>``. Containers do not share it by themselves.
+
+    Where another user has made a file of the latter name it is a ``/tmp/mmcopy-<uid>-<random>`` of ours, which is made
+    if there is none yet.
+    """
     uid = os.geteuid()
     runtime = pathlib.Path(f"/run/user/{uid}")
-    return runtime / "mmcopy" if runtime.is_dir() else pathlib.Path(f"/tmp/mmcopy-{uid}")
+    if runtime.is_dir():
+        return runtime / "mmcopy"
+    usual = pathlib.Path(f"/tmp/mmcopy-{uid}")
+    if not os.path.lexists(usual) or _is_directory_of(usual, uid):
+        return usual
+    others = sorted(path for path in usual.parent.glob(f"{usual.name}-*") if _is_directory_of(path, uid))
+    return others[0] if others else pathlib.Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=usual.parent))
+
+
+def _is_directory_of(path: pathlib.Path, uid: int) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid
 
 
 def _sequence(value: Sequence[Any], *, setting: str, wanted: str) -> list[Any]:

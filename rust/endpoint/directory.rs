@@ -32,7 +32,8 @@ pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), Endpo
         Err(errno) => return Err(failed("creating the endpoint directory")(errno)),
     };
     let refused = |reason| EndpointError::Directory { path: directory.to_path_buf(), reason };
-    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    // Whose it is can be asked of any directory, also of one that we may not read.
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let opened = rustix::fs::open(directory, flags, Mode::empty()).map_err(|errno| match errno {
         Errno::LOOP | Errno::NOTDIR => refused("it is a symbolic link or no directory".to_owned()),
         errno => failed("opening the endpoint directory")(errno),
@@ -40,11 +41,14 @@ pub(super) fn prepare(directory: &Path, is_for_others: bool) -> Result<(), Endpo
     let found = rustix::fs::fstat(&opened).map_err(failed("fstat"))?;
     let euid = rustix::process::geteuid().as_raw();
     if found.st_uid != euid {
-        return Err(refused(format!("it belongs to uid {}, we are uid {euid}", found.st_uid)));
+        return Err(refused(format!(
+            "it belongs to uid {}, we are uid {euid}: remove it, or choose another",
+            found.st_uid
+        )));
     }
     if is_created {
-        // The umask may have taken bits away.
-        rustix::fs::fchmod(&opened, Mode::from_raw_mode(mode)).map_err(failed("fchmod"))?;
+        // The umask may have taken bits away. The path is still that directory, which is ours.
+        rustix::fs::chmod(directory, Mode::from_raw_mode(mode)).map_err(failed("chmod"))?;
         return Ok(());
     }
     let (forbidden, wanted) = if is_for_others { (0o022, "0711 or less") } else { (0o077, "0700") };

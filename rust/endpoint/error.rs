@@ -8,7 +8,7 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum EndpointError {
     /// The directory is not one that a socket may be put into.
-    #[error("endpoint directory is refused: {reason}")]
+    #[error("endpoint directory {} is refused: {reason}", .path.display())]
     Directory {
         /// The directory.
         path: PathBuf,
