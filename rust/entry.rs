@@ -24,8 +24,8 @@ impl Identity {
 /// Removes the entry when it still is this very file. False when the entry is gone or is another file. Whoever calls
 /// keeps the file open, so its inode number cannot have been given to another file.
 ///
-/// The one place where names are removed: it is `owner`'s to do, the process that made the file or that it was handed to,
-/// and no process's that was forked from it.
+/// The one place where a file that others know is removed: it is `owner`'s to do, the process that made the file or that it
+/// was handed to, and no process's that was forked from it.
 pub(crate) fn remove(path: &Path, identity: Identity, owner: Process) -> Result<bool> {
     if !owner.is_current() {
         return Err(Error::Closed { what: format!("{}, which is the parent process's", path.display()) });

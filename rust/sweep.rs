@@ -154,31 +154,27 @@ fn open(path: &Path, found: &Stat) -> Result<Option<(Descriptor, Identity)>> {
     Ok((identity == Identity::of(found)).then_some((open, identity)))
 }
 
-/// The senders that have files here, each with the names of its segments.
+/// The senders that have files here, of users whom we clear up after, each with the names of its segments. The memory that
+/// this takes does not grow with files of others.
 fn list(shm_dir: &Path) -> Result<HashMap<OwnerId, Vec<String>>> {
-    let mut found: HashMap<OwnerId, Vec<String>> = HashMap::new();
-    for name in file_names(shm_dir)? {
-        if let Some(id) = OwnerId::of_lock(&name) {
-            found.entry(id).or_default();
-        } else if let Some(id) = OwnerId::of_segment(&name) {
-            found.entry(id).or_default().push(name);
-        }
-    }
-    Ok(found)
-}
-
-fn file_names(shm_dir: &Path) -> Result<Vec<String>> {
     let failed = |error: &std::io::Error| {
         Error::from_errno(Errno::from_io_error(error).unwrap_or(Errno::IO), "listing", shm_dir, 0)
     };
-    let mut names = Vec::new();
+    let mut found: HashMap<OwnerId, Vec<String>> = HashMap::new();
     for entry in std::fs::read_dir(shm_dir).map_err(|error| failed(&error))? {
         // Our own names are ASCII; what is not UTF-8 is not ours.
-        if let Ok(name) = entry.map_err(|error| failed(&error))?.file_name().into_string() {
-            names.push(name);
+        let Ok(name) = entry.map_err(|error| failed(&error))?.file_name().into_string() else { continue };
+        let (lock_of, segment_of) = (OwnerId::of_lock(&name), OwnerId::of_segment(&name));
+        let is_segment = segment_of.is_some();
+        let Some(id) = lock_of.or(segment_of) else { continue };
+        if rustix::fs::lstat(shm_dir.join(&name)).is_ok_and(|found| is_ours(found.st_uid)) {
+            let names = found.entry(id).or_default();
+            if is_segment {
+                names.push(name);
+            }
         }
     }
-    Ok(names)
+    Ok(found)
 }
 
 #[cfg(test)]
