@@ -26,7 +26,7 @@ NUMPY_DTYPES = [name for name in DTYPES if not name.startswith(("bfloat", "float
 def check(given_array: object, dtype: str, shape: tuple[int, ...], oracle: bytes) -> None:
     flat = flatten(given_array)
     assert (flat.dtype, flat.shape) == (dtype, shape)
-    assert flat.data.tobytes() == oracle
+    assert (flat.nbytes, flat.array.tobytes()) == (len(oracle), oracle)
 
 
 @given(st.sampled_from(NUMPY_DTYPES), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5), st.data())
@@ -56,7 +56,9 @@ def test_read_only_big_endian_and_scalar() -> None:
 
 def test_contiguous_arrays_are_not_copied() -> None:
     source = np.arange(8, dtype=np.uint16)
-    assert np.shares_memory(flatten(source).data, source)
+    assert np.shares_memory(flatten(source).array, source)
+    tensor = torch.arange(8)[2:]
+    assert flatten(tensor).address == flatten(tensor).array.ctypes.data == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])

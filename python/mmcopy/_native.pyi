@@ -16,6 +16,7 @@ from typing import Any, Final, Self, SupportsIndex, TypeAlias, TypedDict, final,
 
 from typing_extensions import Buffer
 
+from mmcopy.arrays import FlatArray
 from mmcopy.errors import MmcopyError
 from mmcopy.tensors import ShmHandle, TensorData
 
@@ -54,7 +55,6 @@ __all__ = [
     "sweep",
     "unlink_segment",
     "validate_segment_name",
-    "write_leases",
     "write_segment",
 ]
 
@@ -670,14 +670,6 @@ def lease_arena_id(name: str, offset: SupportsIndex, nbytes: SupportsIndex, owne
     Raises :class:`LeaseForgedError`.
     """
 
-def write_leases(parts: Sequence[tuple[LeaseWriter, Buffer, str, str]], *, num_threads: int) -> None:
-    """Fill the leases of one request and commit them: each a writer, its source, the source's dtype and the lease's.
-
-    Leases that one thread would write are shared out among the threads. Blocks until all is written; the sources may be
-    reused right after. On an error those that are not committed are given up. Raises as :meth:`LeaseWriter.write` and
-    :meth:`LeaseWriter.commit`.
-    """
-
 @final
 class Arena:
     """Memory that a sender and its workers on the host map once and use again and again.
@@ -748,8 +740,24 @@ class Arena:
         """Leases of these sizes for these consumers, side by side, each at a multiple of 256 bytes; all or none.
 
         Blocks, without the GIL, until there is room, and, where the arena has several consumers, until none of these
-        holds more than twice of what would be left. Raises :class:`ArenaFullError` at the limit, and at
-        once for what can never fit; :class:`ArenaError` for a consumer that has gone.
+        holds more than twice of what would be left. Signals are handled meanwhile; what a handler raises ends the wait.
+        Raises :class:`ArenaFullError` at the limit, and at once for what can never fit; :class:`ArenaError` for a
+        consumer that has gone.
+        """
+
+    def send(
+        self,
+        tensors: Sequence[tuple[FlatArray, str, int]],
+        consumers: Sequence[int],
+        *,
+        timeout_s: float,
+        num_threads: int,
+    ) -> list[TensorData]:
+        """Send the tensors of one request as leases side by side; each is an array, its dtype and bytes after the cast.
+
+        All or none. Blocks as :meth:`take`, then until all is written, without the GIL when it is much; the sources may
+        be reused right after. Raises what :meth:`take` raises, :class:`DtypeError`, and :class:`PayloadError` for a
+        number of bytes that is not the array's.
         """
 
     def cancel(self, name: str, offset: SupportsIndex, nbytes: SupportsIndex, owner_id: str) -> bool:
@@ -809,6 +817,9 @@ class LeaseWriter:
         :class:`DtypeError`,
         :class:`LeaseError` and :class:`ClosedError`.
         """
+
+    def describe(self, dtype: str, shape: tuple[int, ...]) -> TensorData:
+        """What goes into the message, which may be sent before it is written. It is not checked against the lease."""
 
     def commit(self) -> None:
         """All bytes are in place. Never blocks.

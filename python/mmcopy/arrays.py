@@ -9,8 +9,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,20 +18,35 @@ from .errors import ArrayTypeError, DtypeError
 
 __all__ = ["FlatArray", "flatten", "numpy_dtype"]
 
+_EXPORTED: dict[np.dtype[Any], str] = {
+    np.dtype(name).newbyteorder("<"): name for name in DTYPES if not name.startswith(("bfloat16", "float8"))
+}
+"""numpy's own dtypes, whose arrays export buffers. Those of ml_dtypes do not."""
+
 _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost in dlpack.h
 
 
-@dataclass(frozen=True, slots=True)
-class FlatArray:
-    """An array's dtype name and shape, and its bytes in C order.
+class FlatArray(NamedTuple):
+    """An array's dtype name and shape, and its ``nbytes`` bytes in C order.
 
-    ``data`` is a one-dimensional uint8 array. It shares the source's memory where that is C-contiguous and
-    little-endian already, and is a copy otherwise: do not write to it.
+    They are the source's own memory where that is C-contiguous and little-endian already, and a copy otherwise: do not
+    write to them.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray[Any, np.dtype[np.uint8]]
+    nbytes: int
+    source: Any
+    """A numpy array that exports the bytes as a buffer, or a torch tensor that has them at ``address``."""
+    address: int = 0
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        """The bytes as a C-contiguous numpy array of any dtype and shape."""
+        if isinstance(self.source, np.ndarray):
+            return self.source
+        flat: np.ndarray[Any, Any] = self.source.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return flat
 
 
 def flatten(array: object) -> FlatArray:
@@ -42,6 +56,8 @@ def flatten(array: object) -> FlatArray:
     whose storage was freed or is too short; :class:`DtypeError` for elements outside ``DTYPES`` (objects, structures,
     complex numbers).
     """
+    if type(array) is np.ndarray:
+        return _flatten_numpy(array)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _flatten_torch(torch, array)
@@ -70,10 +86,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _flatten_numpy(array: np.ndarray[Any, Any]) -> FlatArray:
+    name = _EXPORTED.get(array.dtype)
+    if (
+        name is not None and array.ndim and array.flags.c_contiguous
+    ):  # the buffer of one without dimensions has no shape
+        return FlatArray(name, array.shape, array.nbytes, array)
     name = _name_of(array.dtype)
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))
-    return FlatArray(name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return FlatArray(name, array.shape, array.nbytes, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,34 +106,44 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 
 
 def _flatten_torch(torch: Any, tensor: Any) -> FlatArray:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ArrayTypeError(f"the tensor is on {tensor.device}; the sending side takes tensors in host memory")
     if tensor.layout is not torch.strided or tensor.is_nested:
         found = "nested" if tensor.is_nested else str(tensor.layout)
         raise ArrayTypeError(f"the tensor has layout {found}, want torch.strided")
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise DtypeError(f"{tensor.dtype} cannot be sent; known: {', '.join(DTYPES)}")
-    _check_storage(tensor)
+    name = _torch_name_of(tensor.dtype)
+    is_contiguous = tensor.is_contiguous()
+    _check_storage(torch, tensor, is_contiguous)
     # A lazy negation is a view whose storage holds the other sign.
-    flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
-    return FlatArray(name, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    if not is_contiguous or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg().contiguous()
+    return FlatArray(name, tuple(tensor.shape), tensor.nbytes, tensor, tensor.data_ptr())
 
 
-def _check_storage(tensor: Any) -> None:
+@functools.lru_cache(maxsize=64)
+def _torch_name_of(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise DtypeError(f"{dtype} cannot be sent; known: {', '.join(DTYPES)}")
+    return name
+
+
+def _check_storage(torch: Any, tensor: Any, is_contiguous: bool) -> None:
     """Raises :class:`ArrayTypeError` unless the storage has all elements: it can be freed or resized under a tensor,
     which keeps its shape."""
-    if tensor.numel() == 0:
+    nbytes = tensor.nbytes
+    if nbytes == 0:
         return
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    wanted = (last + 1) * tensor.element_size()
+    wanted = tensor.storage_offset() * tensor.itemsize + nbytes
+    if not is_contiguous:
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        wanted = (tensor.storage_offset() + steps + 1) * tensor.itemsize
     try:
         storage = tensor.untyped_storage()
         found = storage.nbytes()
         # A fake tensor says cpu and has a storage on meta.
-        has_memory = storage.device.type == "cpu" and (found == 0 or storage.data_ptr() != 0)
+        is_here = type(tensor) is torch.Tensor or storage.device.type == "cpu"
+        has_memory = is_here and (found == 0 or storage.data_ptr() != 0)
     except RuntimeError as error:  # torch.func's tensors, and those that wrap others
         raise ArrayTypeError(f"the {type(tensor).__name__} has no memory of its own: {error}") from error
     if not has_memory:

@@ -177,8 +177,26 @@ impl Arena {
     /// Leases of these sizes, side by side in their order and each at a multiple of 256 bytes, for these consumers; all or
     /// none. Blocks for `wait` at most until there is room, and none of the consumers holds more than its share.
     pub fn take(&self, sizes: &[usize], consumers: &[u32], wait: Duration) -> Result<Vec<Writing>> {
-        let inner = &self.inner;
         let begun = Instant::now();
+        loop {
+            if let Some(taken) = self.take_within(sizes, consumers, begun, wait, Duration::MAX)? {
+                return Ok(taken);
+            }
+        }
+    }
+
+    /// As [`Arena::take`] for a wait that began at `begun`, but None when there is no room after `pause` either: for callers
+    /// that look at other things meanwhile. With a pause of zero it never blocks.
+    pub fn take_within(
+        &self,
+        sizes: &[usize],
+        consumers: &[u32],
+        begun: Instant,
+        wait: Duration,
+        pause: Duration,
+    ) -> Result<Option<Vec<Writing>>> {
+        let inner = &self.inner;
+        let paused = Instant::now();
         let mut state = inner.open()?;
         let group_nbytes = Table::group_nbytes(sizes);
         let fits = group_nbytes.is_some_and(|nbytes| nbytes as u64 <= inner.most_nbytes)
@@ -187,7 +205,7 @@ impl Arena {
             let mask = state.mask_of(consumers)?;
             if let Some(taken) = inner.take_now(&mut state, sizes, mask) {
                 drop(state);
-                return Ok(taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect());
+                return Ok(Some(taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect()));
             }
             let was_over = state.over_share(sizes, mask).is_some();
             let is_freed = inner.sweep(&mut state, false) > 0;
@@ -219,6 +237,10 @@ impl Arena {
                 }
                 .into());
             }
+            let left = left.min(pause.saturating_sub(paused.elapsed()));
+            if left.is_zero() {
+                return Ok(None);
+            }
             state.num_waiting += 1;
             inner.work.notify_all();
             state = inner.freed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -227,16 +249,6 @@ impl Arena {
                 return Err(inner.closed());
             }
         }
-    }
-
-    /// As [`Arena::take`], but None at once when there is no room. Never blocks.
-    pub fn try_take(&self, sizes: &[usize], consumers: &[u32]) -> Result<Option<Vec<Writing>>> {
-        let inner = &self.inner;
-        let mut state = inner.open()?;
-        let mask = state.mask_of(consumers)?;
-        let taken = inner.take_now(&mut state, sizes, mask);
-        drop(state);
-        Ok(taken.map(|taken| taken.into_iter().map(|handle| Writing::new(Arc::clone(inner), handle)).collect()))
     }
 
     /// Takes a lease back that was handed out: a consumer that has not begun to read it cannot any more, and the block

@@ -3,17 +3,17 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 use super::arguments::{Conversion, Limit, Threads, u64_of};
 use super::buffers::ReadBuffer;
 use super::endpoint::PySenderLink;
-use super::{detached_when_big, exports};
+use super::outgoing::Outgoing;
+use super::{SIGNALS_EVERY, detached_when_big, exports, tensors};
 use crate::Error;
 use crate::arena::{Arena, ArenaError, HugePages, LeaseHandle, Options, Part, Writing, write_all};
 use crate::cast::Cast;
@@ -168,7 +168,7 @@ impl PyArena {
     /// Leases of these sizes, side by side, for these consumers; all or none. Blocks without the GIL until there is room.
     ///
     /// ArenaFullError at the limit, or at once for what can never fit; ArenaError for a consumer that has gone;
-    /// ClosedError.
+    /// ClosedError. Signals are handled meanwhile, and what a handler raises ends the wait.
     #[pyo3(signature = (sizes, consumers, *, timeout_s), text_signature = "($self, sizes, consumers, *, timeout_s)")]
     fn take(
         &self,
@@ -177,11 +177,50 @@ impl PyArena {
         consumers: Vec<u32>,
         timeout_s: Limit,
     ) -> PyResult<Vec<PyLeaseWriter>> {
-        let taken = match self.arena.try_take(&sizes, &consumers)? {
-            Some(taken) => taken,
-            None => py.detach(|| self.arena.take(&sizes, &consumers, timeout_s.0))?,
+        Ok(self.taken(py, &sizes, &consumers, timeout_s.0)?.into_iter().map(PyLeaseWriter::new).collect())
+    }
+
+    /// The tensors of one request as leases side by side, written and committed; the TensorData of each. All or none: after
+    /// an error nothing is out. Blocks as take, then until all is written, without the GIL when it is much; the sources may
+    /// be reused right after.
+    ///
+    /// As take; PayloadError for a size that is not the source's after the cast, DtypeError.
+    #[pyo3(
+        signature = (tensors, consumers, *, timeout_s, num_threads),
+        text_signature = "($self, tensors, consumers, *, timeout_s, num_threads)"
+    )]
+    fn send<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Vec<Outgoing<'py>>,
+        consumers: Vec<u32>,
+        timeout_s: Limit,
+        num_threads: Threads,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let sizes: Vec<usize> = tensors.iter().map(|tensor| tensor.nbytes).collect();
+        // From here on an error drops the leases, which gives up those that are not committed.
+        let leases = self.taken(py, &sizes, &consumers, timeout_s.0)?;
+        let Some(owner_id) = leases.first().map(|lease| PyString::new(py, &lease.handle().owner_id())) else {
+            return Ok(Vec::new());
         };
-        Ok(taken.into_iter().map(PyLeaseWriter::new).collect())
+        let described = leases
+            .iter()
+            .zip(&tensors)
+            .map(|(lease, tensor)| tensors::of_lease(lease.handle(), &owner_id, &tensor.dtype, &tensor.shape));
+        let described = described.collect::<PyResult<Vec<_>>>()?;
+        let parts: Vec<Part<'_>> = leases
+            .iter()
+            .zip(&tensors)
+            .map(|(writing, tensor)| Part { writing, source: tensor.source(), cast: tensor.cast })
+            .collect();
+        let nbytes: usize = parts.iter().zip(&sizes).map(|(part, nbytes)| part.source.nbytes().max(*nbytes)).sum();
+        if let Err(error) = detached_when_big(py, nbytes as u64, || write_all(&parts, num_threads.0)) {
+            for lease in &leases {
+                let _ = self.arena.cancel(lease.handle()); // those that were committed before
+            }
+            return Err(error.into());
+        }
+        Ok(described)
     }
 
     /// Takes a lease back that was handed out: who has not begun to read it cannot any more. False when it is over. One
@@ -268,6 +307,18 @@ impl PyLeaseWriter {
         Ok(detached_when_big(py, nbytes, || self.writing.write(src.source(), cast, num_threads.0))?)
     }
 
+    /// What goes into the message, which may be sent before it is written. The lease must have the bytes of this dtype and
+    /// shape: that is not checked.
+    fn describe<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: &Bound<'py, PyString>,
+        shape: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let handle = self.writing.handle();
+        tensors::of_lease(handle, &PyString::new(py, &handle.owner_id()), dtype, shape)
+    }
+
     /// All bytes are in place: consumers may read them. LeaseError while a write runs, ClosedError when it is over.
     fn commit(&self) -> PyResult<()> {
         Ok(self.writing.commit()?)
@@ -307,34 +358,27 @@ impl PyLeaseWriter {
     }
 }
 
+impl PyArena {
+    fn taken(&self, py: Python<'_>, sizes: &[usize], consumers: &[u32], limit: Duration) -> PyResult<Vec<Writing>> {
+        let begun = Instant::now();
+        // A thread that has let go of the GIL may wait for it.
+        if let Some(taken) = self.arena.take_within(sizes, consumers, begun, limit, Duration::ZERO)? {
+            return Ok(taken);
+        }
+        loop {
+            let taken = py.detach(|| self.arena.take_within(sizes, consumers, begun, limit, SIGNALS_EVERY))?;
+            if let Some(taken) = taken {
+                return Ok(taken);
+            }
+            py.check_signals()?;
+        }
+    }
+}
+
 impl PyLeaseWriter {
     fn new(writing: Writing) -> Self {
         Self { writing: Arc::new(writing) }
     }
-}
-
-/// Fills and commits the leases of one request, each (writer, source, its dtype, the lease's), or gives all of them up.
-/// Small ones are shared out among the threads. Blocks, without the GIL when it is much.
-///
-/// PayloadError, DtypeError, LeaseError, ClosedError: as the writer's write and commit.
-#[pyfunction]
-#[pyo3(signature = (parts, *, num_threads), text_signature = "(parts, *, num_threads)")]
-pub(super) fn write_leases(
-    py: Python<'_>,
-    parts: Vec<(Bound<'_, PyLeaseWriter>, ReadBuffer, PyBackedStr, PyBackedStr)>,
-    num_threads: Threads,
-) -> PyResult<()> {
-    let casts = parts
-        .iter()
-        .map(|(_, src, src_dtype, dst_dtype)| cast_of(src, Some(src_dtype), Some(dst_dtype)))
-        .collect::<PyResult<Vec<_>>>()?;
-    let ready: Vec<Part<'_>> = parts
-        .iter()
-        .zip(casts)
-        .map(|((writer, src, ..), cast)| Part { writing: &writer.get().writing, source: src.source(), cast })
-        .collect();
-    let nbytes = parts.iter().map(|(writer, src, ..)| src.nbytes().max(writer.get().nbytes())).sum();
-    Ok(detached_when_big(py, nbytes, || write_all(&ready, num_threads.0))?)
 }
 
 /// The cast that two dtypes ask for, once the source is a whole number of elements.

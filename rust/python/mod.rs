@@ -17,16 +17,23 @@ mod endpoint;
 mod errors;
 mod exports;
 mod machine;
+mod outgoing;
 mod owner;
 mod pool;
 mod process;
 mod request;
 mod segments;
+mod tensors;
+
+use std::time::Duration;
 
 use pyo3::prelude::*;
 
 /// A call on at least this many bytes releases the GIL.
 const GIL_RELEASE_BYTES: u64 = 65536;
+
+/// How often a wait looks whether a signal came, whose handler may end it.
+const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// Runs `work`, without the GIL when it touches enough bytes for that.
 fn detached_when_big<T: Send>(py: Python<'_>, nbytes: u64, work: impl FnOnce() -> T + Send) -> T {
@@ -60,7 +67,7 @@ mod _native {
     use crate::dtype::Dtype;
 
     #[pymodule_export]
-    use super::arena::{PyArena, PyLeaseWriter, is_lease_name, lease_arena_id, write_leases};
+    use super::arena::{PyArena, PyLeaseWriter, is_lease_name, lease_arena_id};
     #[pymodule_export]
     use super::arena_map::{PyArenaMap, PyLease};
     #[pymodule_export]

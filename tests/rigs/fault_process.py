@@ -149,8 +149,8 @@ class SenderRole(Role):
         return self.sender.mark_down(url)
 
     def waiting(self) -> int:
-        """Sends that found the arena full and wait: threads that are asleep inside ``Sender._take``."""
-        return sum(frame_name(frame) == "_take" for frame in sys._current_frames().values())
+        """Sends that found the arena full and wait: threads that are asleep inside ``Sender._lease``."""
+        return sum(frame_name(frame) == "_lease" for frame in sys._current_frames().values())
 
     def statistics(self) -> dict[str, Any]:
         arena = self.sender.arena

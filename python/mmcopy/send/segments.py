@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from mmcopy._native import Process, SegmentOwner, Sweeper, unlink_segment
-from mmcopy.arrays import FlatArray
 from mmcopy.errors import (
     ClosedError,
     MmcopyError,
@@ -21,8 +20,9 @@ from mmcopy.errors import (
 )
 from mmcopy.fanout import link_consumers, owner_id_for, unlink_consumers
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.tensors import ShmHandle
+from mmcopy.tensors import ShmHandle, TensorData
 
+from .outgoing import Outgoing
 from .routing import Reason
 
 __all__ = ["SegmentWriter"]
@@ -72,12 +72,13 @@ class SegmentWriter:
             _log.log(level, "%d leftovers of other senders stay, the last: %s", failures, last_failure)
             self._has_warned = True
 
-    def write(self, flat: FlatArray, dtype: str, *, consumers: int, runtime: str) -> ShmHandle | Reason:
+    def write(self, tensor: Outgoing, *, consumers: int, runtime: str) -> TensorData | Reason:
         """Write a segment with a name for each of ``consumers``; or the reason why that failed, counted and logged."""
+        flat, dtype, _ = tensor
         try:
             owner = self._owned()
             write = functools.partial(
-                owner.write, flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads
+                owner.write, flat.array, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads
             )
             name, nbytes = write() if consumers == 1 else self._linked(write, consumers)
         except SegmentError as error:  # any other error is a defect, or the caller's
@@ -87,7 +88,7 @@ class SegmentWriter:
             self._metrics.count(Counter.SHM_WRITE_FAILURES, reason, runtime=runtime)
             _log.warning("a tensor goes inline, its segment could not be written: %s", error)
             return reason
-        return ShmHandle(name, 0, nbytes, owner_id_for(owner.instance_id, consumers))
+        return TensorData(dtype, flat.shape, ShmHandle(name, 0, nbytes, owner_id_for(owner.instance_id, consumers)))
 
     def check_process(self) -> None:
         """Raise :class:`ClosedError` in a forked child."""

@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from mmcopy._native import CASTS, Arena, LeaseWriter, cast_into, start_copy_threads, write_leases
-from mmcopy.arrays import FlatArray, flatten, numpy_dtype
+from mmcopy._native import Arena, LeaseWriter, cast_into, start_copy_threads
+from mmcopy.arrays import FlatArray, numpy_dtype
 from mmcopy.config import (
     ResolvedTransport,
     TransportConfig,
@@ -37,15 +37,15 @@ from mmcopy.errors import (
     ArrayTypeError,
     ClosedError,
     ConfigError,
-    DtypeError,
     InlineTooLargeError,
     MmcopyError,
 )
 from mmcopy.fanout import names_of
 from mmcopy.metrics import Counter, Metrics
-from mmcopy.tensors import Inline, ShmHandle, TensorData, itemsize_of, nbytes_of, shape_of
+from mmcopy.tensors import Inline, ShmHandle, TensorData, nbytes_of, shape_of
 
 from .leases import DEFAULT_ARENA_BYTES, Reservation, SenderArena, StreamingSend
+from .outgoing import Outgoing, dtype_of, outgoing
 from .routing import Decision, Delivery, Reason, Route, Snapshot, decide, deliver, plan_route
 from .segments import SegmentWriter
 from .workers import Connection, Workers
@@ -66,16 +66,6 @@ Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
 _NO_SNAPSHOT = Snapshot()
 _DECIDED = frozenset({Reason.MODE, Reason.RECEIVERS_DISAGREE})
 """Reasons that hold whatever is known of the workers."""
-
-
-class _Outgoing(NamedTuple):
-    """An array to send."""
-
-    flat: FlatArray
-    dtype: str
-    """What it is cast to on the way."""
-    nbytes: int
-    """After the cast."""
 
 
 class Sender:
@@ -202,7 +192,7 @@ class Sender:
         ``arena_wait_s`` more at most.
         """
         delivery, consumers = self._target(worker, consumers, "send")
-        return self._send([_outgoing(array, dtype)], delivery, consumers)[0]
+        return self._send([outgoing(array, dtype)], delivery, consumers)[0]
 
     @overload
     def send_many(
@@ -233,7 +223,7 @@ class Sender:
         if not hasattr(arrays, "__len__") or not hasattr(arrays, "__getitem__"):
             raise ArrayTypeError(f"arrays is {type(arrays).__name__}, want a mapping or a sequence of arrays")
         keys = list(arrays) if isinstance(arrays, Mapping) else list(range(len(arrays)))
-        tensors = [_outgoing(arrays[key], _dtype_of(dtype, key)) for key in keys]
+        tensors = [outgoing(arrays[key], dtype_of(dtype, key)) for key in keys]
         sent = self._send(tensors, delivery, consumers)
         return dict(zip(keys, sent, strict=True)) if isinstance(arrays, Mapping) else sent
 
@@ -246,12 +236,12 @@ class Sender:
         returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
         """
         delivery, consumers = self._target(worker, consumers, "send_streaming")
-        tensor = _outgoing(array, dtype)
+        tensor = outgoing(array, dtype)
         writer, may_lease = self._lease_one(delivery, tensor.nbytes, consumers)
         if writer is not None:
             writing = self._write_later(writer, tensor)
-            (data,) = self._described([tensor], [_handle_of(writer)], delivery)
-            return StreamingSend(data, writing)
+            self._count("lease", 1, tensor.nbytes, delivery)
+            return StreamingSend(writer.describe(tensor.dtype, tensor.flat.shape), writing)
         return StreamingSend(self._send([tensor], delivery, consumers, may_lease=may_lease)[0], None)
 
     def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None, consumers: int = 1) -> Reservation:
@@ -270,7 +260,7 @@ class Sender:
         writer, may_lease = self._lease_one(delivery, nbytes, consumers)
         if writer is None:
             memory = np.empty(shape, numpy_dtype(dtype))
-            tensor = _Outgoing(FlatArray(dtype, shape, memory.reshape(-1).view(np.uint8)), dtype, nbytes)
+            tensor = Outgoing(FlatArray(dtype, shape, nbytes, memory.reshape(-1).view(np.uint8)), dtype, nbytes)
 
             def send() -> TensorData:
                 self._check_open()
@@ -278,11 +268,11 @@ class Sender:
 
             return Reservation(memory, send, lambda: None)
         array = np.frombuffer(writer, numpy_dtype(dtype), math.prod(shape)).reshape(shape)
-        described = _Outgoing(FlatArray(dtype, shape, np.empty(0, np.uint8)), dtype, nbytes)
 
         def commit() -> TensorData:
             writer.commit()
-            return self._described([described], [_handle_of(writer)], delivery)[0]
+            self._count("lease", 1, nbytes, delivery)
+            return writer.describe(dtype, shape)
 
         return Reservation(array, commit, writer.abort)
 
@@ -298,7 +288,14 @@ class Sender:
             ClosedError: in a forked child, whose parent's it is.
         """
         handle = data.payload
-        return isinstance(handle, ShmHandle) and self._cancel(handle)
+        if not isinstance(handle, ShmHandle):
+            return False
+        self._segments.check_process()
+        if handle.is_lease:
+            arena = self._arena.native
+            return arena is not None and arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
+        self._workers.discard(names_of(handle))
+        return self._segments.cancel(handle)
 
     @contextlib.contextmanager
     def guard(self, *data: TensorData) -> Iterator[None]:
@@ -418,94 +415,94 @@ class Sender:
     # ---- the loop --------------------------------------------------------
 
     def _send(
-        self, tensors: Sequence[_Outgoing], delivery: Delivery, consumers: int, *, may_lease: bool = True
+        self, tensors: Sequence[Outgoing], delivery: Delivery, consumers: int, *, may_lease: bool = True
     ) -> list[TensorData]:
         """Publish the tensors of one request, all or none."""
-        snapshot = self._look(delivery, max([tensor.nbytes for tensor in tensors], default=0))
+        sizes = {tensor.nbytes for tensor in tensors}
+        snapshot = self._look(delivery, max(sizes, default=0))
         if not may_lease:
             snapshot = snapshot._replace(slots=())
-        decisions = [decide(delivery, snapshot, tensor.nbytes, consumers) for tensor in tensors]
-        payloads: list[Inline | ShmHandle | None] = [None] * len(tensors)
-        writers: list[LeaseWriter] = []
+        decisions = {nbytes: decide(delivery, snapshot, nbytes, consumers) for nbytes in sizes}
+        leased = self._fitting(tensors, decisions)
+        leases = self._lease([tensors[n] for n in leased], snapshot.slots) if leased else []
+        if len(leases) == len(tensors):
+            self._count("lease", len(leases), sum([tensor.nbytes for tensor in tensors]), delivery)
+            return leases
+        sent: dict[int, TensorData] = dict(zip(leased, leases, strict=False))
         try:
-            leased = self._fitting([n for n, decision in enumerate(decisions) if decision.path == "lease"], tensors)
-            if leased:
-                writers = self._take([tensors[n].nbytes for n in leased], snapshot.slots)
-            if writers:
-                self._write(writers, [tensors[n] for n in leased])
-                for n, writer in zip(leased, writers, strict=True):
-                    payloads[n] = _handle_of(writer)
-            if len(writers) < len(tensors):
-                without = snapshot._replace(slots=())
-                for n, tensor in enumerate(tensors):
-                    if payloads[n] is None:
-                        decision = decisions[n]
-                        if decision.path == "lease":  # the arena had no room for it
-                            decision = decide(delivery, without, tensor.nbytes, consumers)
-                        payloads[n] = self._segment_or_inline(tensor, delivery, decision, consumers)
-            return self._described(tensors, payloads, delivery)
+            without = snapshot._replace(slots=())
+            for n, tensor in enumerate(tensors):
+                if n not in sent:
+                    decision = decisions[tensor.nbytes]
+                    if decision.path == "lease":  # the arena had no room for it
+                        decision = decide(delivery, without, tensor.nbytes, consumers)
+                    sent[n] = self._segment_or_inline(tensor, delivery, decision, consumers)
         except BaseException:
-            for writer in writers:
-                with contextlib.suppress(MmcopyError):  # what is not committed is aborted, the rest cancelled below
-                    writer.abort()
-            for handle in [*map(_handle_of, writers), *payloads]:
-                if isinstance(handle, ShmHandle):
-                    with contextlib.suppress(MmcopyError):
-                        self._cancel(handle)
+            for data in sent.values():
+                with contextlib.suppress(MmcopyError):
+                    self.cancel(data)
             raise
+        for path in ("lease", "segment", "inline"):
+            theirs = [data.nbytes for data in sent.values() if data.path == path]
+            if theirs:
+                self._count(path, len(theirs), sum(theirs), delivery)
+        return [sent[n] for n in range(len(tensors))]
 
-    def _fitting(self, leased: list[int], tensors: Sequence[_Outgoing]) -> list[int]:
-        """``leased`` without the tensors that are larger than the arena: they must not keep the others off it."""
+    def _fitting(self, tensors: Sequence[Outgoing], decisions: Mapping[int, Decision]) -> list[int]:
+        """The tensors that are to be leases, without those larger than the arena: they must not keep the others off
+        it."""
+        leased = [n for n, tensor in enumerate(tensors) if decisions[tensor.nbytes].path == "lease"]
         arena = self._arena.native
         if arena is None or not leased:
-            return leased
+            return []
         room = arena.data_nbytes
         fitting = [n for n in leased if tensors[n].nbytes <= room]
         if len(fitting) < len(leased):
             self.metrics.count(Counter.LEASE_FALLBACKS, "full", len(leased) - len(fitting))
         return fitting
 
-    def _take(self, sizes: list[int], slots: tuple[int, ...]) -> list[LeaseWriter]:
-        """Leases side by side, one per size, each with a release flag per slot; none, and counted why, when there are
-        none. Blocks, without the GIL, while the arena is full, ``arena_wait_s`` at most."""
+    def _lease(self, tensors: Sequence[Outgoing], slots: tuple[int, ...]) -> list[TensorData]:
+        """The tensors as leases side by side, each with a release flag per slot; none, and counted why, when there are
+        none. Blocks, without the GIL, while the arena is full, ``arena_wait_s`` at most, and for the writing."""
         arena = self._arena.native
         if arena is None:
             return []
         try:
-            return arena.take(sizes, list(slots), timeout_s=self._arena_wait_s)
-        except ArenaFullError as error:
-            self.metrics.count(Counter.LEASE_FALLBACKS, "full")
-            _log.info("no lease: %s", error)
-        except (ArenaError, ConfigError, ClosedError):
-            # It went down between the snapshot and this, or while this waited for room.
-            self.metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
-        return []
+            return arena.send(tensors, slots, timeout_s=self._arena_wait_s, num_threads=self._num_threads)
+        except (ArenaError, ConfigError, ClosedError) as error:
+            self._count_no_lease(error)
+            return []
 
     def _lease_one(self, delivery: Delivery, nbytes: int, consumers: int) -> tuple[LeaseWriter | None, bool]:
         """A lease to be written later, if there is one; and whether a send may still try for one: what found no room
         does not wait for it again."""
         snapshot = self._look(delivery, nbytes)
-        if decide(delivery, snapshot, nbytes, consumers).path != "lease":
+        arena = self._arena.native
+        if arena is None or decide(delivery, snapshot, nbytes, consumers).path != "lease":
             return None, True
-        writers = self._take([nbytes], snapshot.slots)
-        return (writers[0], True) if writers else (None, False)
+        try:
+            return arena.take([nbytes], snapshot.slots, timeout_s=self._arena_wait_s)[0], True
+        except (ArenaError, ConfigError, ClosedError) as error:
+            self._count_no_lease(error)
+            return None, False
 
-    def _write(self, writers: Sequence[LeaseWriter], tensors: Sequence[_Outgoing]) -> None:
-        """Write and commit. Blocks; on an error the caller aborts."""
-        if len(writers) == 1:
-            flat, dtype, _ = tensors[0]
-            writers[0].write(flat.data, src_dtype=flat.dtype, dst_dtype=dtype, num_threads=self._num_threads)
-            writers[0].commit()
-            return
-        parts = [
-            (writer, flat.data, flat.dtype, dtype) for writer, (flat, dtype, _) in zip(writers, tensors, strict=True)
-        ]
-        write_leases(parts, num_threads=self._num_threads)
+    def _count_no_lease(self, error: MmcopyError) -> None:
+        if isinstance(error, ArenaFullError):
+            self.metrics.count(Counter.LEASE_FALLBACKS, "full")
+            _log.info("no lease: %s", error)
+        else:  # the worker went down between the snapshot and this, or while this waited for room
+            self.metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
 
-    def _write_later(self, writer: LeaseWriter, tensor: _Outgoing) -> Future[None]:
+    def _write_later(self, writer: LeaseWriter, tensor: Outgoing) -> Future[None]:
         def write() -> None:
             try:
-                self._write([writer], [tensor])
+                writer.write(
+                    tensor.flat.array,
+                    src_dtype=tensor.flat.dtype,
+                    dst_dtype=tensor.dtype,
+                    num_threads=self._num_threads,
+                )
+                writer.commit()
             except BaseException:
                 writer.abort()
                 raise
@@ -517,32 +514,33 @@ class Sender:
             return self._stream_threads.submit(write)
 
     def _segment_or_inline(
-        self, tensor: _Outgoing, delivery: Delivery, decision: Decision, consumers: int
-    ) -> Inline | ShmHandle:
+        self, tensor: Outgoing, delivery: Delivery, decision: Decision, consumers: int
+    ) -> TensorData:
         reason = decision.reason
         if decision.path == "segment":
-            written = self._segments.write(tensor.flat, tensor.dtype, consumers=consumers, runtime=delivery.runtime)
-            if isinstance(written, ShmHandle) and self._noted(written, delivery):
+            written = self._segments.write(tensor, consumers=consumers, runtime=delivery.runtime)
+            if isinstance(written, TensorData) and self._noted(written, delivery):
                 return written
             reason = written if isinstance(written, Reason) else Reason.WORKER_DOWN
         if reason is not None and reason.is_fallback:
             self.metrics.count(Counter.INLINE_FALLBACKS, reason, runtime=delivery.runtime)
-        return self._inline(tensor)
+        return TensorData(tensor.dtype, tensor.flat.shape, self._inline(tensor))
 
-    def _noted(self, handle: ShmHandle, delivery: Delivery) -> bool:
+    def _noted(self, data: TensorData, delivery: Delivery) -> bool:
         """Note a segment as in flight; False, and it is unlinked, when its worker went down while it was written.
 
         Of several receivers the sender does not know which gets it, or which name is whose: nothing is noted.
         """
         if len(delivery.receivers) != 1:
             return True
-        names = names_of(handle)
+        assert isinstance(data.payload, ShmHandle)
+        names = names_of(data.payload)
         if self._workers.note(delivery.receivers[0], names):
             return True
         self._segments.unlink(names)
         return False
 
-    def _inline(self, tensor: _Outgoing) -> Inline:
+    def _inline(self, tensor: Outgoing) -> Inline:
         flat, dtype, nbytes = tensor
         limit = self._inline_max_bytes
         if limit is not None and nbytes > limit:
@@ -551,37 +549,16 @@ class Sender:
                 f"inline_max_bytes allows {limit}: raise it, or let the transport use shared memory"
             )
         if dtype == flat.dtype:
-            return Inline(flat.data.tobytes())
+            return Inline(flat.array.tobytes())
         cast = bytearray(nbytes)
-        cast_into(flat.data, flat.dtype, cast, dtype, num_threads=self._num_threads)
+        cast_into(flat.array, flat.dtype, cast, dtype, num_threads=self._num_threads)
         return Inline(cast)
 
-    def _described(
-        self, tensors: Sequence[_Outgoing], payloads: Sequence[Inline | ShmHandle | None], delivery: Delivery
-    ) -> list[TensorData]:
-        """What goes into the message; the one place that counts what was sent."""
-        sent = []
-        totals: dict[str, tuple[int, int]] = {}
-        for tensor, payload in zip(tensors, payloads, strict=True):
-            assert payload is not None
-            data = TensorData(tensor.dtype, tensor.flat.shape, payload)
-            sent.append(data)
-            path = data.path
-            count, nbytes = totals.get(path, (0, 0))
-            totals[path] = count + 1, nbytes + tensor.nbytes
+    def _count(self, path: str, tensors: int, nbytes: int, delivery: Delivery) -> None:
+        """Once a request for each path."""
         runtime = delivery.runtime
-        for path, (count, nbytes) in totals.items():
-            self.metrics.count(Counter.TENSORS_SENT, path, count, runtime=runtime)
-            self.metrics.count(Counter.BYTES_SENT, path, nbytes, runtime=runtime)
-        return sent
-
-    def _cancel(self, handle: ShmHandle) -> bool:
-        self._segments.check_process()
-        if handle.is_lease:
-            arena = self._arena.native
-            return arena is not None and arena.cancel(handle.name, handle.offset, handle.nbytes, handle.owner_id)
-        self._workers.discard(names_of(handle))
-        return self._segments.cancel(handle)
+        self.metrics.count(Counter.TENSORS_SENT, path, tensors, runtime=runtime)
+        self.metrics.count(Counter.BYTES_SENT, path, nbytes, runtime=runtime)
 
     def _disown(self) -> None:
         self._lock = threading.Lock()
@@ -589,35 +566,6 @@ class Sender:
         self._segments.forget()
         self._arena.forget()
         self._workers.forget()
-
-
-def _outgoing(array: object, dtype: str | None) -> _Outgoing:
-    """Look at ``array``; ``dtype`` None keeps its own. Raises what :meth:`Sender.send` raises for it."""
-    flat = flatten(array)
-    target = flat.dtype if dtype is None else dtype
-    nbytes = len(flat.data) // itemsize_of(flat.dtype) * itemsize_of(target)
-    if target != flat.dtype and (flat.dtype, target) not in CASTS:
-        pairs = ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
-        raise DtypeError(f"no cast from {flat.dtype} to {target}; there is {pairs}")
-    return _Outgoing(flat, target, nbytes)
-
-
-def _dtype_of(dtype: Any, key: Any) -> str | None:
-    """What a request's ``dtype``, one for all or one per key, says for ``key``. Raises :class:`ConfigError`."""
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    try:
-        found: str | None = dtype.get(key) if isinstance(dtype, Mapping) else dtype[key]
-    except (IndexError, KeyError, TypeError):
-        raise ConfigError(
-            f"dtype is {dtype!r}, which has none for tensor {key!r}: want one for all, or the form of arrays"
-        ) from None
-    return found
-
-
-def _handle_of(writer: LeaseWriter) -> ShmHandle:
-    """The lease's handle, which may be sent before it is written."""
-    return ShmHandle(writer.name, writer.offset, writer.nbytes, writer.owner_id)
 
 
 def _url_of(worker: WorkerSpec | str) -> str:

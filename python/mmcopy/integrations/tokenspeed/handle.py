@@ -61,7 +61,7 @@ class ShmTensorHandle:
         flat = flatten(tensor)
         owner, sweeper = _owner(Process.current(), SHM_DIR)
         sweeper.sweep_if_due()
-        name, _ = owner.write(flat.data, num_threads=default_num_threads())
+        name, _ = owner.write(flat.array, num_threads=default_num_threads())
         return cls(name, flat.shape, tensor.dtype)
 
     @property
