@@ -94,8 +94,8 @@ class Snapshot(NamedTuple):
     """What is known of a request's receivers at one moment.
 
     ``sharing`` has one entry per receiver, or none where the mode does not depend on it. ``slots`` are the receivers'
-    numbers as consumers of the sender's arena, empty unless every receiver has the arena. ``down`` is the url of the
-    first receiver that is down, "" when none is.
+    numbers as consumers of the sender's arena, each once, empty unless every receiver has the arena. ``down`` is the
+    url of the first receiver that is down, "" when none is.
     """
 
     sharing: tuple[Sharing, ...] = ()

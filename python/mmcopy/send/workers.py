@@ -320,8 +320,8 @@ class Workers:
         for known in ended:
             self._report(known)
         # Receivers that are one process have one slot, which claims a lease once.
-        has_all = len(set(slots)) == len(receivers)
-        return Snapshot(tuple(sharing), tuple(slots) if has_all else (), down), waits_for
+        consumers = tuple(dict.fromkeys(slots)) if len(slots) == len(receivers) else ()
+        return Snapshot(tuple(sharing), consumers, down), waits_for
 
     def _known(self, worker: WorkerSpec) -> _Worker:
         key = _key_of(worker)
