@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from mmcopy import Sender, TransportConfig, WorkerSpec
@@ -102,5 +100,7 @@ def test_our_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCOPY_NUM_THREADS", "3")
     assert default_num_threads() == 3
     monkeypatch.delenv("MMCOPY_NUM_THREADS")
-    assert default_num_threads() == min(8, len(os.sched_getaffinity(0)))
+    for cores, wanted in ((1, 1), (3, 3), (4, 4), (5, 4), (8, 6), (16, 12), (64, 16)):
+        monkeypatch.setattr("mmcopy.config.environment.available_cores", lambda cores=cores: cores)
+        assert default_num_threads() == wanted
     assert default_num_threads(read_environment({"MMCOPY_NUM_THREADS": "5"})) == 5

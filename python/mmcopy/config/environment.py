@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mmcopy._native import available_cores
+
 from .own_variables import OwnVariables, read_own_variables
 from .smg_variables import SmgVariables, read_smg_variables
 
@@ -52,9 +54,16 @@ def warn_once(warnings: Iterable[str]) -> None:
 
 
 def default_num_threads(environment: Environment | None = None) -> int:
-    """Copy threads for one large tensor: ``MMCOPY_NUM_THREADS``, else the cores this process may use, 8 at most.
+    """Copy threads for one large tensor: ``MMCOPY_NUM_THREADS``, else three quarters of the cores that this process may
+    use (by affinity and CPU quota), but 4 where there are so many, and 16 at most.
+
+    On 16 cores of an H200's host 12 to 14 write 8 x 16 MiB fastest, also beside torch's spinning threads; with all 16 a
+    thread that the system takes a core from holds the others up.
 
     Without an environment that of the process is read. Raises :class:`ConfigError` as :func:`read_environment`.
     """
     chosen = (read_own_variables(os.environ) if environment is None else environment.own).num_threads
-    return min(8, len(os.sched_getaffinity(0))) if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    cores = available_cores()
+    return min(cores, max(4, cores * 3 // 4), 16)

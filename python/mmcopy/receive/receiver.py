@@ -68,7 +68,7 @@ class Receiver:
         framework: What is returned on the CPU: ``"torch"`` or ``"numpy"`` (bfloat16 and float8 as ml_dtypes' types, or
             as unsigned integers of the same width without that package). CUDA returns torch tensors.
         shm_dir: Where segments are.
-        num_threads: Copy threads for large tensors. None: one per core, at most 8.
+        num_threads: Copy threads for large tensors. None: as many as :func:`mmcopy.config.default_num_threads` says.
         accept_prefixes: Only segments whose names begin with one of these are opened and unlinked.
         staging: The pinned memory of a receiver on CUDA.
         timeout_s: Limit of one receive's waiting for copy threads, senders and the GPU.

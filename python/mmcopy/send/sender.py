@@ -86,7 +86,8 @@ class Sender:
     Args:
         config: What the router was given. SMG's and mmcopy's variables are read here, and never again.
         shm_dir: Where segments are written.
-        num_threads: Copy threads for large tensors; None: one per core, 8 at most.
+        num_threads: Copy threads for large tensors; None: as many as
+            :func:`mmcopy.config.default_num_threads` says.
         inline_max_bytes: Bound of a tensor inside the message (gRPC's own default for a whole message is 4 MiB); None
             sets none.
         metrics: Counters; several senders and receivers may share one object.
