@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pathlib
 import signal
@@ -355,6 +356,20 @@ def test_an_unwritable_directory_is_one_error(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split() == [str(errno.EACCES)] * 2, done.stderr
+
+
+def test_a_signal_does_not_look_like_a_workers_end(directory: pathlib.Path) -> None:
+    with WorkerEndpoint(directory) as endpoint, SenderLink.connect(endpoint.path, timeout_s=LIMIT_S) as link:
+        signals = itertools.count()
+        before = signal.signal(signal.SIGALRM, lambda *_: next(signals))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 20e-6, 20e-6)
+            assert not any(link.closed for _ in range(100_000))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert next(signals) > 100
+        assert link.probe(timeout_s=LIMIT_S)
 
 
 DEFAULT_DIRECTORY = """

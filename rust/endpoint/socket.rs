@@ -124,15 +124,16 @@ impl Socket {
         Ok(Some(Arrived { message, sequence, descriptors, lost: None }))
     }
 
-    /// Whether the peer has closed its end. What it sent before may still be waiting.
+    /// Whether the peer has closed its end. What it sent before may still be waiting. A signal or a lack of memory says
+    /// nothing of the peer.
     pub(super) fn is_gone(&self) -> bool {
         let mut polled = [PollFd::new(&self.fd, PollFlags::RDHUP)];
-        match poll(&mut polled, Some(Duration::ZERO)) {
-            Ok(_) => {
-                polled[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
+        while let Err(errno) = poll(&mut polled, Some(Duration::ZERO)) {
+            if errno != Errno::INTR {
+                return false;
             }
-            Err(_) => true,
         }
+        polled[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
     }
 
     /// Waits for the next frame.
