@@ -68,11 +68,6 @@ impl Owner {
         Err(Error::from_errno(last, "creating a lock file", shm_dir, 0))
     }
 
-    /// The process that it belongs to.
-    pub(crate) const fn process(&self) -> Process {
-        self.process
-    }
-
     /// The random part of this sender's names.
     pub const fn id(&self) -> &OwnerId {
         &self.id
@@ -88,14 +83,12 @@ impl Owner {
         Ok(self.id.segment_name(count << 32 | random >> 32))
     }
 
-    /// Writes a segment under a new name, as [`segment::write`] does; its name and its bytes.
-    pub fn write(
-        &self,
-        source: Source<'_>,
-        cast: Option<Cast>,
-        num_threads: NonZeroUsize,
-    ) -> Result<(SegmentName, u64)> {
-        under_a_new_name(|| self.next_name(), |name| segment::write(&self.shm_dir, name, source, cast, num_threads))
+    /// Writes a segment under a new name, as [`segment::write`] does.
+    pub fn write(&self, source: Source<'_>, cast: Option<Cast>, num_threads: NonZeroUsize) -> Result<Written> {
+        let write = |name: &SegmentName| segment::write(&self.shm_dir, name, source, cast, num_threads);
+        let (name, nbytes) = under_a_new_name(|| self.next_name(), write)?;
+        let (shm_dir, is_handed_on) = (self.shm_dir.clone(), AtomicBool::new(false));
+        Ok(Written { shm_dir, name, nbytes, is_handed_on, process: self.process })
     }
 
     /// Removes the lock file and lets go of the lock. Segments that nobody has consumed yet stay for their consumers;
@@ -107,6 +100,42 @@ impl Owner {
     /// Dropping it closes the descriptor and touches nothing else, as when a process is killed.
     pub fn forget(&self) {
         self.is_forgotten.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A segment that its sender has written. Dropping it removes it unless it was handed on.
+#[derive(Debug)]
+pub struct Written {
+    shm_dir: PathBuf,
+    name: SegmentName,
+    nbytes: u64,
+    is_handed_on: AtomicBool,
+    process: Process,
+}
+
+impl Written {
+    /// Its name.
+    pub const fn name(&self) -> &SegmentName {
+        &self.name
+    }
+
+    /// Its bytes.
+    pub const fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    /// It is a message's, or another's, from now on.
+    pub fn hand_on(&self) {
+        self.is_handed_on.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        if !*self.is_handed_on.get_mut() {
+            // Left behind it would be a sweep's work.
+            let _ = segment::unlink(&self.shm_dir, &self.name, self.process);
+        }
     }
 }
 

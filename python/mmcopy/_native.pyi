@@ -225,7 +225,8 @@ class SegmentOwner:
     ) -> tuple[str, int]:
         """:func:`write_segment` under a name that is free; the name, and the segment's bytes.
 
-        Raises :class:`ClosedError` as :meth:`next_name`, and what :func:`write_segment` raises.
+        Raises :class:`ClosedError` as :meth:`next_name`, and what :func:`write_segment` raises. What the handler of a
+        signal raises meanwhile is raised, with no segment left.
         """
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ use super::socket::{Deadline, Socket};
 use super::{EndpointError, credentials, directory, socket};
 use crate::fork::Process;
 use crate::memory::Source;
-use crate::owner::{self, Owner};
-use crate::{Error, Result, segment};
+use crate::owner::{self, Owner, Written};
+use crate::{Error, Result};
 
 /// How long to wait before connecting again to a worker whose queue of connections is full.
 const RETRY: Duration = Duration::from_millis(1);
@@ -101,14 +101,14 @@ impl SenderLink {
         let deadline = Deadline::after(limit);
         self.check_open()?;
         let not_shared = |reason| Ok(Probed { is_shared: false, reason });
-        let segment = match Probe::write(shm_dir) {
-            Ok(segment) => segment,
+        let probe = match Probe::write(shm_dir) {
+            Ok(probe) => probe,
             Err(error) => return not_shared(format!("we cannot write to {}: {error}", shm_dir.display())),
         };
-        let name = segment.name.to_string();
-        let question = Message::Probe { name, offset: 0, nbytes: segment.nonce.len() as u32 };
+        let name = probe.segment.name().to_string();
+        let question = Message::Probe { name, offset: 0, nbytes: probe.nonce.len() as u32 };
         match self.ask(&question, &[], deadline, "the worker's answer to a probe")? {
-            Message::ProbeRead { bytes } if bytes == segment.nonce => Ok(Probed {
+            Message::ProbeRead { bytes } if bytes == probe.nonce => Ok(Probed {
                 is_shared: true,
                 reason: format!("the worker read {} bytes that we wrote to {}", bytes.len(), shm_dir.display()),
             }),
@@ -219,30 +219,22 @@ fn io(path: &Path, operation: &'static str) -> impl FnOnce(Errno) -> EndpointErr
 }
 
 /// A segment that is gone when this is dropped. Its owner's lock lets the next sender clear up after a killed one.
-struct Probe<'a> {
-    shm_dir: &'a Path,
-    name: crate::name::SegmentName,
+struct Probe {
+    segment: Written,
     nonce: Vec<u8>,
-    owner: Owner,
+    _owner: Owner,
 }
 
-impl<'a> Probe<'a> {
-    fn write(shm_dir: &'a Path) -> Result<Self> {
+impl Probe {
+    fn write(shm_dir: &Path) -> Result<Self> {
         let owner = Owner::create(shm_dir)?;
         let mut nonce = Vec::with_capacity(32);
         for _ in 0..4 {
             let bits = owner::random_bits().map_err(|errno| Error::from_errno(errno, "getrandom", shm_dir, 0))?;
             nonce.extend(bits.to_ne_bytes());
         }
-        let (name, _) = owner.write(Source::from_slice(&nonce), None, NonZeroUsize::MIN)?;
-        Ok(Self { shm_dir, name, nonce, owner })
-    }
-}
-
-impl Drop for Probe<'_> {
-    fn drop(&mut self) {
-        // Left behind it would be a sweep's work.
-        let _ = segment::unlink(self.shm_dir, &self.name, self.owner.process());
+        let segment = owner.write(Source::from_slice(&nonce), None, NonZeroUsize::MIN)?;
+        Ok(Self { segment, nonce, _owner: owner })
     }
 }
 

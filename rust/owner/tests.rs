@@ -39,6 +39,28 @@ fn the_next_names_do_not_follow_from_the_last() {
 }
 
 #[test]
+fn a_segment_that_is_not_handed_on_goes_with_what_wrote_it() {
+    let shm = tempfile::tempdir().unwrap();
+    let owner = Owner::create(shm.path()).unwrap();
+    let write = || owner.write(Source::from_slice(b"abc"), None, NonZeroUsize::MIN).unwrap();
+    let written = write();
+    let path = written.name().path_in(shm.path());
+    assert_eq!((fs::read(&path).unwrap(), written.nbytes()), (b"abc".to_vec(), 3));
+    drop(written);
+    assert!(!path.exists());
+    let written = write();
+    let path = written.name().path_in(shm.path());
+    written.hand_on();
+    drop(written);
+    assert!(path.exists());
+    let mut inherited = write();
+    let path = inherited.name().path_in(shm.path());
+    inherited.process = Process::elsewhere();
+    drop(inherited);
+    assert!(path.exists(), "a forked child removes nothing");
+}
+
+#[test]
 fn a_name_that_is_taken_is_passed_over_so_many_times() {
     let shm = tempfile::tempdir().unwrap();
     let id = OwnerId::from_bits(7);

@@ -214,11 +214,13 @@ impl PyArena {
             .map(|(writing, tensor)| Part { writing, source: tensor.source(), cast: tensor.cast })
             .collect();
         let nbytes: usize = parts.iter().zip(&sizes).map(|(part, nbytes)| part.source.nbytes().max(*nbytes)).sum();
-        if let Err(error) = detached_when_big(py, nbytes as u64, || write_all(&parts, num_threads.0)) {
+        let written = detached_when_big(py, nbytes as u64, || write_all(&parts, num_threads.0));
+        // What a signal's handler raises would otherwise be raised behind this call, and the handles be lost.
+        if let Err(error) = written.map_err(PyErr::from).and_then(|()| py.check_signals()) {
             for lease in &leases {
-                let _ = self.arena.cancel(lease.handle()); // those that were committed before
+                let _ = self.arena.cancel(lease.handle()); // those that were committed
             }
-            return Err(error.into());
+            return Err(error);
         }
         Ok(described)
     }

@@ -41,6 +41,7 @@ impl PySegmentOwner {
     }
 
     /// Writes a segment under a name that is free, as write_segment does: (name, bytes). ClosedError after close or forget.
+    /// What the handler of a signal raises meanwhile leaves none.
     #[pyo3(
         signature = (src, *, src_dtype = None, dst_dtype = None, num_threads = Threads::ONE),
         text_signature = "($self, src, *, src_dtype=None, dst_dtype=None, num_threads=1)"
@@ -57,8 +58,11 @@ impl PySegmentOwner {
         let cast = cast_of(&src, src_dtype, dst_dtype)?;
         // A cast makes at most four bytes of one.
         let nbytes = src.nbytes().saturating_mul(if cast.is_some() { 4 } else { 1 });
-        let (name, nbytes) = detached_when_big(py, nbytes, || owner.write(src.source(), cast, num_threads.0))?;
-        Ok((name.to_string(), nbytes))
+        let written = detached_when_big(py, nbytes, || owner.write(src.source(), cast, num_threads.0))?;
+        // What a signal's handler raises would otherwise be raised behind this call, and the name be lost.
+        py.check_signals()?;
+        written.hand_on();
+        Ok((written.name().to_string(), written.nbytes()))
     }
 
     /// Removes the lock file and lets go of the lock. May be called again.
