@@ -29,7 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], type[MmcopyError], str]] = {
     "remote": (
         {"shape": [4], "dtype": "float32", "remote": {"transport": "nixl", "descriptor": b"?", "nbytes": 16}},
         UnsupportedPayloadError,
-        r"float32 \[4\] comes over 'nixl' \(16 bytes\)",
+        r"'float32' \[4\] comes over 'nixl' \(16 bytes\)",
     ),
     "unknown dtype": ({"shape": [1], "dtype": "float128", "inline": b"0" * 16}, DtypeError, "'float128'"),
     "torch's long name": ({"shape": [1], "dtype": "torch.uint8", "inline": b"0"}, DtypeError, "'torch.uint8'"),

@@ -314,7 +314,7 @@ def test_a_late_receive_that_fails_is_logged(shm_dir: pathlib.Path, caplog: pyte
         (shm_dir / tensor_of(request).shm.name).unlink()
         worker.gate.open()
         await until(lambda: maker.names() == [])
-        await until(lambda: "late: the receive that was given up failed" in caplog.text)
+        await until(lambda: "'late': the receive that was given up failed" in caplog.text)
 
     serve(shm_dir, body, receive_timeout_s=0.2)
 

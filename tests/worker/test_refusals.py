@@ -134,7 +134,7 @@ BAD: dict[Callable[[SegmentMaker, Any], None], tuple[str, str, set[str]]] = {
     wrong_size: ("INVALID_ARGUMENT", "PayloadError: .*takes 16 bytes, the payload has 24 .*{name}", set()),
     unknown_dtype: ("INVALID_ARGUMENT", "DtypeError: unknown dtype 'float128'", set()),
     no_payload: ("INVALID_ARGUMENT", "PayloadError: .* has no payload", set()),
-    remote: ("UNIMPLEMENTED", r"UnsupportedPayloadError: uint8 \[16\] comes over 'nixl' \(16 bytes\)", set()),
+    remote: ("UNIMPLEMENTED", r"UnsupportedPayloadError: 'uint8' \[16\] comes over 'nixl' \(16 bytes\)", set()),
     symlink: ("INVALID_ARGUMENT", "SegmentError: .*symbolic link.*{name}", {NAME, FOREIGN}),
     fifo: ("INVALID_ARGUMENT", "SegmentError: .*FIFO.*{name}", {NAME}),
     directory: ("INVALID_ARGUMENT", "SegmentError: .*directory.*{name}", {NAME}),
@@ -291,6 +291,24 @@ def test_two_tensors_of_one_name_are_refused_without_waiting_for_a_thread(shm_di
 
     with cpu_receiver(shm_dir) as receiver:
         run(test(GatedWorker(receiver, receive_threads=1)))
+
+
+@pytest.mark.parametrize("request_id", ["a\nERROR:root:all is lost", "x" * 100_000])
+def test_a_request_id_cannot_write_lines_of_its_own_into_the_log(
+    shm_dir: pathlib.Path, caplog: pytest.LogCaptureFixture, request_id: str
+) -> None:
+    request = request_with("tokenspeed", request_id=request_id)
+    SegmentMaker(shm_dir).fill(tensor_of(request))
+    tensor_of(request).dtype = "float128"
+
+    async def body(client: Client, _: Worker) -> None:
+        await client.refused(request)
+
+    serve(shm_dir, body)
+    (line,) = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    assert line.startswith("generate 'a\\nERROR" if "\n" in request_id else "generate 'xxx")
+    assert "\n" not in line
+    assert len(line) < 500
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ELOOP, "INVALID_ARGUMENT"), (errno.EIO, "INTERNAL")])

@@ -97,7 +97,7 @@ def read(message: TensorMessage) -> TensorData:
     if kind == "remote":
         remote = message.remote
         raise UnsupportedPayloadError(
-            f"{message.dtype} {list(shape)} comes over {remote.transport!r} ({remote.nbytes} bytes): "
+            f"{message.dtype!r} {list(shape)} comes over {remote.transport!r} ({remote.nbytes} bytes): "
             "mmcopy reads inline and shm payloads"
         )
     raise PayloadError(f"{message.dtype!r} {list(shape)} has no payload: neither inline, shm nor remote is set")

@@ -20,6 +20,8 @@ from mmcopy.errors import MmcopyTimeoutError
 from mmcopy.tensors import ShmHandle, TensorData
 from mmcopy.wire.payload import Key, label_of
 
+from .request import quoted
+
 __all__ = ["Intake", "Received"]
 
 _log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class _Job:
             # The receiver has released what it was given; not so when reading the message or an override failed.
             self.release()
             if self.given_up:
-                _log.warning("%s: the receive that was given up failed: %s", self._request_id, error)
+                _log.warning("%s: the receive that was given up failed: %s", quoted(self._request_id), error)
             raise
         return Received(data, tensors, time.perf_counter() - self._started)
 

@@ -7,11 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 from mmcopy.tensors import TensorData
 
-__all__ = ["Engine", "Modality", "MultimodalItem", "Rpc", "WorkerRequest", "modality_name"]
+__all__ = ["Engine", "Modality", "MultimodalItem", "Rpc", "WorkerRequest", "modality_name", "quoted"]
 
 Engine: TypeAlias = Literal["tokenspeed", "vllm"]
 Rpc: TypeAlias = Literal["generate", "encode"]
 Modality: TypeAlias = Literal["image", "video", "audio", "unspecified"]
+
+_LOGGED_CHARS = 128
 
 _MODALITIES: dict[int, Modality] = {1: "image", 2: "audio", 3: "video"}
 
@@ -19,6 +21,11 @@ _MODALITIES: dict[int, Modality] = {1: "image", 2: "audio", 3: "video"}
 def modality_name(number: int) -> Modality:
     """The name of SMG's ``Modality`` number; ``"unspecified"`` for 0 and for numbers of later versions."""
     return _MODALITIES.get(number, "unspecified")
+
+
+def quoted(request_id: str) -> str:
+    """A request's id for a log: a client chose it, and it may hold line ends and be of any length."""
+    return repr(request_id if len(request_id) <= _LOGGED_CHARS else f"{request_id[: _LOGGED_CHARS - 3]}...")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from mmcopy.wire.payload import Key, handles_of, unique
 from .ask import METADATA
 from .intake import Intake
 from .model import ModelInfo
-from .request import Rpc, WorkerRequest
+from .request import Rpc, WorkerRequest, quoted
 from .rpc import Context, Method, ReplyLostError, service_handler, write
 from .running import RunningCalls
 from .status import Status, StatusError, handler_status, receive_status
@@ -248,7 +248,7 @@ class Service(ABC):
                     request = await self._receive(rpc, message, tensors, handles)
                 except Exception as error:
                     status = receive_status(error, has_segments=bool(handles))
-                    _log.warning("%s %s is refused: %s", rpc, message.request_id, status.message)
+                    _log.warning("%s %s is refused: %s", rpc, quoted(message.request_id), status.message)
                 else:
                     return await serve(request)
             except asyncio.CancelledError as error:
@@ -256,20 +256,20 @@ class Service(ABC):
                     # Not CANCELLED, which the gateway would send again.
                     status = Status("ABORTED", f"request {message.request_id!r} was aborted")
                 elif call.task.cancelling():
-                    _log.debug("%s %s was cancelled", rpc, message.request_id)
+                    _log.debug("%s %s was cancelled", rpc, quoted(message.request_id))
                     raise
                 else:
                     status = handler_status(error, has_segments=bool(handles))
-                    _log.warning("%s %s: %s", rpc, message.request_id, status.message)
+                    _log.warning("%s %s: %s", rpc, quoted(message.request_id), status.message)
             except ReplyLostError as error:
-                _log.debug("%s %s: the reply is lost: %s", rpc, message.request_id, error)
+                _log.debug("%s %s: the reply is lost: %s", rpc, quoted(message.request_id), error)
                 raise
             except StatusError as error:
                 status = handler_status(error, has_segments=bool(handles))
-                _log.warning("%s %s: the handler answers %s: %s", rpc, message.request_id, error.code, error)
+                _log.warning("%s %s: the handler answers %s: %s", rpc, quoted(message.request_id), error.code, error)
             except Exception as error:
                 status = handler_status(error, has_segments=bool(handles))
-                _log.exception("%s %s: the handler failed", rpc, message.request_id)
+                _log.exception("%s %s: the handler failed", rpc, quoted(message.request_id))
         return status
 
     async def _receive(

@@ -63,8 +63,9 @@ _NAMES = RETRIED | {
     "UNIMPLEMENTED",
 }
 
-_MESSAGE_CHARS = 1024
-"""A status travels in a header, whose room is limited."""
+_MESSAGE_BYTES = 1024
+"""A status travels in a header, whose room is limited: gRPC writes up to three characters for each byte there, and a
+client answers RESOURCE_EXHAUSTED itself where all headers take more than 8 KiB."""
 
 
 class StatusError(MmcopyError):
@@ -93,8 +94,15 @@ class Status:
     message: str
 
     def __post_init__(self) -> None:
-        if len(self.message) > _MESSAGE_CHARS:
-            object.__setattr__(self, "message", self.message[: _MESSAGE_CHARS - 3] + "...")
+        object.__setattr__(self, "message", _cut(self.message))
+
+
+def _cut(message: str) -> str:
+    """``message`` as Unicode of limited length; lone surrogates, as in names of files, are written out."""
+    encoded = message.encode("utf-8", "backslashreplace")
+    if len(encoded) <= _MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: _MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
 
 
 def receive_status(error: Exception, *, has_segments: bool) -> Status:
