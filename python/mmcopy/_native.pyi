@@ -33,6 +33,7 @@ __all__ = [
     "CopyPool",
     "Extents",
     "KeptLeases",
+    "LaterWrite",
     "Lease",
     "LeaseWriter",
     "Process",
@@ -819,6 +820,13 @@ class LeaseWriter:
         :class:`LeaseError` and :class:`ClosedError`.
         """
 
+    def write_later(self, tensor: tuple[FlatArray, str, int], *, num_threads: int) -> LaterWrite:
+        """Begin to fill the whole lease from a tensor, as :meth:`Arena.send` takes it, and to commit it behind the last
+        byte, by threads of the process. Once a lease. Blocks only where the system refused every thread.
+
+        Raises :class:`PayloadError` when the lengths differ, :class:`LeaseError` and :class:`ClosedError`.
+        """
+
     def describe(self, dtype: str, shape: tuple[int, ...]) -> TensorData:
         """What goes into the message, which may be sent before it is written. It is not checked against the lease."""
 
@@ -835,6 +843,18 @@ class LeaseWriter:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
         def __release_buffer__(self, view: memoryview, /) -> None: ...
+
+@final
+class LaterWrite:
+    """A lease that is being filled, from :meth:`LeaseWriter.write_later`. It keeps the source. Dropping it does what is
+    left first; in a forked child it does nothing."""
+
+    def done(self) -> bool:
+        """Whether all is written. Never blocks."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block, without the GIL, until all is written and committed; False at the limit. Meanwhile this thread does
+        what no other has begun. Raises :class:`ClosedError` when the lease was given up before."""
 
 @final
 class ArenaMap:

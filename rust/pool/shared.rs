@@ -8,6 +8,7 @@
 //! may have been held at the fork.
 #![allow(unsafe_code)]
 
+use std::mem::ManuallyDrop;
 use std::panic::resume_unwind;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
@@ -50,6 +51,76 @@ pub(crate) fn share(num_steps: usize, num_helpers: usize, step: &Step<'_>) {
     let host = Host::current();
     host.start(num_helpers);
     share_in(&host.queue, num_steps, num_helpers, step);
+}
+
+/// Begins `step` for each number below `num_steps` on threads of the process, `num_helpers` at one time.
+pub(crate) fn start(num_steps: usize, num_helpers: usize, step: OwnStep) -> Started {
+    let host = Host::current();
+    // SAFETY: `finish` is called before the step is dropped, by `Started`.
+    let steps = Arc::new(unsafe { Steps::new(num_steps, num_helpers, &*step) });
+    let started = Started { steps: Arc::clone(&steps), step: ManuallyDrop::new(step), process: host.process };
+    if num_steps == 0 || host.start(num_helpers) == 0 {
+        started.finish();
+    } else {
+        host.queue.add(steps);
+        host.queue.wake(num_helpers.min(num_steps));
+    }
+    started
+}
+
+/// A step that keeps what it needs.
+pub(crate) type OwnStep = Box<dyn Fn(usize) -> bool + Send + Sync>;
+
+/// A job that its owner does not wait for at once. Dropping it does the rest of it first. In a process forked from the one
+/// that started it, it does nothing, and what the step keeps stays.
+pub(crate) struct Started {
+    steps: Arc<Steps>,
+    step: ManuallyDrop<OwnStep>,
+    process: Process,
+}
+
+impl Started {
+    /// Whether all steps have ended. Never blocks.
+    pub(crate) fn is_over(&self) -> bool {
+        self.process.is_current() && self.steps.is_over()
+    }
+
+    /// Takes steps until none is left, and waits for those that run; false when the limit comes first.
+    pub(crate) fn wait(&self, limit: Duration) -> bool {
+        let begun = Instant::now();
+        while self.process.is_current() {
+            if self.steps.is_over() {
+                return true;
+            }
+            if begun.elapsed() >= limit {
+                return false;
+            }
+            if !self.steps.take_one() {
+                self.finish();
+            }
+        }
+        false
+    }
+
+    /// Whether a step has panicked.
+    pub(crate) fn has_panicked(&self) -> bool {
+        self.steps.has_panicked()
+    }
+
+    fn finish(&self) {
+        self.steps.finish_all();
+        Host::current().queue.remove(&self.steps);
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if self.process.is_current() {
+            self.finish();
+            // SAFETY: it is dropped here alone, and all steps have ended, so nothing calls it any more.
+            unsafe { ManuallyDrop::drop(&mut self.step) }
+        }
+    }
 }
 
 pub(super) fn share_in(queue: &WorkQueue<Steps>, num_steps: usize, num_helpers: usize, step: &Step<'_>) {

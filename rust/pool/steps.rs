@@ -55,11 +55,30 @@ impl Steps {
     /// Takes steps on the calling thread until none is left, and waits for those that other threads run. What one of them
     /// panicked with, if one did.
     pub(super) fn finish(&self) -> Option<Panic> {
-        while let Claim::Chunk(step) = self.ledger.claim() {
-            self.run(step);
-        }
-        self.ledger.settle();
+        self.finish_all();
         self.panic.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// As [`Steps::finish`], and keeps the panic.
+    pub(super) fn finish_all(&self) {
+        while self.take_one() {}
+        self.ledger.settle();
+    }
+
+    /// Takes one step on the calling thread; false when none is left to take.
+    pub(super) fn take_one(&self) -> bool {
+        let Claim::Chunk(step) = self.ledger.claim() else { return false };
+        self.run(step);
+        true
+    }
+
+    /// Whether all have ended, or one has said that no further one shall begin and those that ran have.
+    pub(super) fn is_over(&self) -> bool {
+        self.ledger.is_over()
+    }
+
+    pub(super) fn has_panicked(&self) -> bool {
+        self.panic.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// A step that the queue handed to a thread of the process.

@@ -12,10 +12,10 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 use super::arguments::{Conversion, Limit, Threads, u64_of};
 use super::buffers::ReadBuffer;
 use super::endpoint::PySenderLink;
-use super::outgoing::Outgoing;
+use super::outgoing::{Keeps, Outgoing};
 use super::{SIGNALS_EVERY, detached_when_big, exports, tensors};
 use crate::Error;
-use crate::arena::{Arena, ArenaError, HugePages, LeaseHandle, Options, Part, Writing, write_all};
+use crate::arena::{Arena, ArenaError, HugePages, Later, LeaseHandle, Options, Part, Writing, write_all};
 use crate::cast::Cast;
 
 /// Whether a handle's name is a lease's.
@@ -309,6 +309,17 @@ impl PyLeaseWriter {
         Ok(detached_when_big(py, nbytes, || self.writing.write(src.source(), cast, num_threads.0))?)
     }
 
+    /// Begins to fill the whole lease from a tensor, and to commit it behind the last byte, by threads of the process.
+    ///
+    /// PayloadError when the lengths differ, LeaseError, ClosedError. Blocks only where the system refused every thread.
+    #[pyo3(signature = (tensor, *, num_threads), text_signature = "($self, tensor, *, num_threads)")]
+    fn write_later(&self, py: Python<'_>, tensor: Outgoing<'_>, num_threads: Threads) -> PyResult<PyLaterWrite> {
+        // SAFETY: M5. What is returned keeps the bytes, and drops them behind the writing.
+        let (source, cast) = (unsafe { tensor.source().lasting() }, tensor.cast);
+        let later = py.detach(|| self.writing.write_later(source, cast, num_threads.0))?;
+        Ok(PyLaterWrite { later, _keeps: tensor.keeps() })
+    }
+
     /// What goes into the message, which may be sent before it is written. The lease must have the bytes of this dtype and
     /// shape: that is not checked.
     fn describe<'py>(
@@ -357,6 +368,28 @@ impl PyLeaseWriter {
     fn __repr__(&self) -> String {
         let state = if self.writing.is_over() { "over" } else { "open" };
         format!("<mmcopy._native.LeaseWriter {} {} bytes, {state}>", self.name(), self.nbytes())
+    }
+}
+
+/// A lease that is being filled. Dropping it ends that first.
+#[pyclass(frozen, name = "LaterWrite", module = "mmcopy._native")]
+pub(super) struct PyLaterWrite {
+    // Fields are dropped in this order: the bytes stay until they are written (M5).
+    later: Later,
+    _keeps: Keeps,
+}
+
+#[pymethods]
+impl PyLaterWrite {
+    /// Whether all is written. Never blocks.
+    fn done(&self) -> bool {
+        self.later.is_over()
+    }
+
+    /// Blocks, without the GIL, until all is written and committed; False at the limit. LeaseError, ClosedError: the lease
+    /// was given up before.
+    fn wait(&self, py: Python<'_>, timeout_s: Limit) -> PyResult<bool> {
+        Ok(py.detach(|| self.later.wait(timeout_s.0))?)
     }
 }
 

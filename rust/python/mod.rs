@@ -67,7 +67,7 @@ mod _native {
     use crate::dtype::Dtype;
 
     #[pymodule_export]
-    use super::arena::{PyArena, PyLeaseWriter, is_lease_name, lease_arena_id};
+    use super::arena::{PyArena, PyLaterWrite, PyLeaseWriter, is_lease_name, lease_arena_id};
     #[pymodule_export]
     use super::arena_map::{PyArenaMap, PyLease};
     #[pymodule_export]

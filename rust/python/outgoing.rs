@@ -23,10 +23,25 @@ pub(super) struct Outgoing<'py> {
 /// Bytes in C order that stay where they are while this exists.
 enum Bytes<'py> {
     Buffer(ReadBuffer),
-    At { address: usize, nbytes: usize, _keeps: Bound<'py, PyAny> },
+    At { address: usize, nbytes: usize, keeps: Bound<'py, PyAny> },
+}
+
+/// Keeps the bytes of an [`Outgoing`].
+#[allow(dead_code)] // held, not read
+pub(super) enum Keeps {
+    Buffer(ReadBuffer),
+    Object(Py<PyAny>),
 }
 
 impl Outgoing<'_> {
+    /// What keeps the bytes where they are, without the GIL's lifetime.
+    pub(super) fn keeps(self) -> Keeps {
+        match self.bytes {
+            Bytes::Buffer(buffer) => Keeps::Buffer(buffer),
+            Bytes::At { keeps, .. } => Keeps::Object(keeps.unbind()),
+        }
+    }
+
     pub(super) fn source(&self) -> Source<'_> {
         match &self.bytes {
             Bytes::Buffer(buffer) => buffer.source(),
@@ -49,7 +64,7 @@ impl<'py> FromPyObject<'_, 'py> for Outgoing<'py> {
         let bytes = if address == 0 {
             Bytes::Buffer(source.extract()?)
         } else if isize::try_from(src_nbytes).is_ok() {
-            Bytes::At { address, nbytes: src_nbytes, _keeps: source }
+            Bytes::At { address, nbytes: src_nbytes, keeps: source }
         } else {
             return Err(PyValueError::new_err(format!("{src_nbytes} bytes at an address cannot be")));
         };

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,6 +68,18 @@ def is_alive(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class Writing:
+    """The parent's writing of a stream, which goes on until a test says so."""
+
+    is_over = False
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.is_over
 
 
 def test_children_under_load_own_nothing_and_hang_nowhere(host: Host) -> None:
@@ -225,8 +237,8 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
         assert reserved.array is not None
         reserved.array[:] = range(5)
         array = reserved.array
-        never: Future[None] = Future()
-        stream = StreamingSend(TensorData("uint8", (1,), Inline(b"a")), never)
+        never = Writing()
+        stream = StreamingSend(TensorData("uint8", (1,), Inline(b"a")), never)  # type: ignore[arg-type]
         child = os.fork()
         if child == 0:
             problems = 0
@@ -250,7 +262,7 @@ def test_what_is_being_written_is_the_parents(tmp_path: pathlib.Path) -> None:
                 os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         del array
-        never.set_result(None)
+        never.is_over = True
         assert stream.wait() is stream.data
         assert receiver.receive(reserved.commit()).tolist() == [0, 1, 2, 3, 4]
         assert settle(lambda: sender.leases_out == 0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmcopy import Sender, ShmHandle, TensorData, TransportConfig
+from mmcopy import Sender, ShmHandle, TensorData, TransportConfig, _native
 from mmcopy.errors import ClosedError, LeaseError
 from tests.rigs.arrays import MIB, random_bytes
 from tests.rigs.lease_side import Side, is_empty, sender, side, sockets, statistics
@@ -21,19 +21,47 @@ __all__ = ["sender", "side", "sockets"]  # fixtures
 pytestmark = pytest.mark.usefixtures("nothing_left_open")
 
 
-def hold_streams(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+class HeldWriter:
+    """A lease whose writing begins when ``go`` is set."""
+
+    def __init__(self, writer: _native.LeaseWriter, go: threading.Event) -> None:
+        self._writer = writer
+        self._go = go
+        self.describe = writer.describe
+
+    def write_later(self, tensor: Any, *, num_threads: int) -> HeldWrite:
+        return HeldWrite(self._go, lambda: self._writer.write_later(tensor, num_threads=num_threads))
+
+
+class HeldWrite:
+    def __init__(self, go: threading.Event, begin: Callable[[], _native.LaterWrite]) -> None:
+        self._go = go
+        self._writing: _native.LaterWrite | None = None
+        self._thread = threading.Thread(target=self._begin, args=(begin,))
+        self._thread.start()
+
+    def _begin(self, begin: Callable[[], _native.LaterWrite]) -> None:
+        assert self._go.wait(20)
+        self._writing = begin()
+
+    def done(self) -> bool:
+        return self._writing is not None and self._writing.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return self._writing is not None and self._writing.wait(timeout_s)
+
+
+def hold_streams(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Streams that begin from now on are not written until the event is set."""
     go = threading.Event()
+    lease_one = sender._lease_one
 
-    class Held(ThreadPoolExecutor):
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            def wait_and_call() -> Any:
-                assert go.wait(20)
-                return fn(*args, **kwargs)
+    def held(*args: Any) -> tuple[Any, bool]:
+        writer, may_lease = lease_one(*args)
+        return (None if writer is None else HeldWriter(writer, go)), may_lease
 
-            return super().submit(wait_and_call)
-
-    monkeypatch.setattr("mmcopy.send.sender.ThreadPoolExecutor", Held)
+    monkeypatch.setattr(sender, "_lease_one", held)
     return go
 
 
@@ -119,10 +147,10 @@ def test_a_failed_writer_is_the_receivers_error(sender: Sender, side: Side) -> N
 
 
 def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would make threads that nobody ends."""
+    """Closing waits for the streams that it finds, and for no further one."""
     sender = Sender(TransportConfig(mode="auto", shm_min_bytes=1), arena_bytes=4 * MIB)
     sender.connect(side.spec, timeout_s=20)
-    go = hold_streams(monkeypatch)
+    go = hold_streams(sender, monkeypatch)
     sending = sender.send_streaming(random_bytes(1000), worker=side.spec)
     closing = threading.Thread(target=sender.close)
     closing.start()
@@ -134,14 +162,26 @@ def test_a_stream_that_comes_while_the_sender_closes_is_refused(side: Side, monk
         go.set()
         side.receiver.receive(sending.data)
         closing.join(20)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mmcopy-send")]
+    assert not closing.is_alive()
+    assert sending.done()
+
+
+def test_a_dropped_stream_is_written_and_its_source_let_go(sender: Sender, side: Side) -> None:
+    arrays = [random_bytes(3 * MIB + n, n) for n in range(3)]
+    sources = [array.copy() for array in arrays]
+    gone = [weakref.ref(source) for source in sources]
+    sent = [sender.send_streaming(source, worker=side.spec).data for source in sources]
+    del sources
+    assert all((side.receiver.receive(data) == array).all() for data, array in zip(sent, arrays, strict=True))
+    side.receiver.receive(sender.send_streaming(b"the next", worker=side.spec).wait())
+    assert settle(lambda: not any(source() is not None for source in gone))
 
 
 def test_a_stream_is_taken_back_while_it_is_written(
     sender: Sender, side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a guard whose call fails at once: the writing goes on, and nobody can claim what is written."""
-    go = hold_streams(monkeypatch)
+    go = hold_streams(sender, monkeypatch)
     array = random_bytes(100_001)
     sending, claimed = (sender.send_streaming(array, worker=side.spec) for _ in range(2))
     received = side.receiver.receive_async(claimed.data)

@@ -10,14 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from mmcopy._native import Arena, Process
+from mmcopy._native import Arena, LaterWrite, Process
 from mmcopy.endpoint import SenderLink
 from mmcopy.errors import ArenaError, ClosedError, MmcopyError, MmcopyTimeoutError
 from mmcopy.metrics import Counter, Metrics
@@ -105,15 +103,18 @@ class SenderArena:
 class StreamingSend:
     """A tensor that is being written. ``data`` can be sent at once; the source is in use until :meth:`wait` returns."""
 
-    def __init__(self, data: TensorData, writing: Future[None] | None) -> None:
+    def __init__(
+        self, data: TensorData, writing: LaterWrite | None, forget: Callable[[LaterWrite], object] = lambda _: None
+    ) -> None:
         self.data = data
         """What goes into the message."""
         self._writing = writing
+        self._forget = forget
         self._process = Process.current()
 
     def done(self) -> bool:
         """Whether the source may be reused. Never blocks."""
-        return self._writing is None or self._writing.done() or self._is_forked
+        return self._writing is None or self._is_forked or self._writing.done()
 
     def wait(self, timeout_s: float = 60.0) -> TensorData:
         """Block until every byte is written; :attr:`data`. From then on the source may be reused.
@@ -124,12 +125,9 @@ class StreamingSend:
         if self._is_forked:
             raise ClosedError(f"process {self._process.pid} writes it, and this process was forked from that one")
         if self._writing is not None:
-            try:
-                self._writing.result(timeout_s)
-            except FutureTimeoutError:
-                raise MmcopyTimeoutError(
-                    "send", f"{self.data.nbytes} bytes were not written within {timeout_s:g} s"
-                ) from None
+            if not self._writing.wait(timeout_s):
+                raise MmcopyTimeoutError("send", f"{self.data.nbytes} bytes were not written within {timeout_s:g} s")
+            self._forget(self._writing)
         return self.data
 
     def __enter__(self) -> Self:

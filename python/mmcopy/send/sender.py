@@ -11,15 +11,15 @@ import logging
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from mmcopy._native import Arena, LeaseWriter, cast_into, start_copy_threads
+from mmcopy._native import Arena, LaterWrite, LeaseWriter, cast_into, start_copy_threads
 from mmcopy.arrays import FlatArray, numpy_dtype
 from mmcopy.config import (
     ResolvedTransport,
@@ -64,6 +64,9 @@ Target: TypeAlias = "WorkerSpec | Sequence[WorkerSpec] | Delivery | None"
 """Who a tensor is for: one worker, several that all read it, a delivery of a route, or no worker in particular."""
 
 _NO_SNAPSHOT = Snapshot()
+_STREAM_LIMIT_S = 60.0
+"""How long closing waits for streams to be written."""
+
 _DECIDED = frozenset({Reason.MODE, Reason.RECEIVERS_DISAGREE})
 """Reasons that hold whatever is known of the workers."""
 
@@ -133,8 +136,7 @@ class Sender:
         )
         self._no_worker = deliver((), self._resolve)
         self._deliveries: dict[int, Delivery] = {}  # by the spec's id, which the delivery keeps from being another's
-        self._lock = threading.Lock()
-        self._stream_threads: ThreadPoolExecutor | None = None
+        self._streams: set[LaterWrite] = set()  # each keeps its source until it is written
         start_copy_threads(self._num_threads + 1)  # here, so that no send starts one
         weakref.finalize(self, self._workers.close)
         _live.add(self)
@@ -231,7 +233,7 @@ class Sender:
     def send_streaming(
         self, array: object, *, dtype: str | None = None, worker: Target = None, consumers: int = 1
     ) -> StreamingSend:
-        """:meth:`send`, but a lease is returned at once and written meanwhile by a thread of this sender.
+        """:meth:`send`, but a lease is returned at once and written meanwhile by the copy threads.
 
         Send ``.data`` on: every consumer follows the writing. ``array`` must stay as it is until ``.wait()`` has
         returned. Where there is no lease this blocks as :meth:`send`, and all is written when it returns.
@@ -240,9 +242,15 @@ class Sender:
         tensor = outgoing(array, dtype)
         writer, may_lease = self._lease_one(delivery, tensor.nbytes, consumers)
         if writer is not None:
-            writing = self._write_later(writer, tensor)
+            for each in [*self._streams]:
+                if each.done():
+                    self._streams.discard(each)
+            self._check_open()
+            writing = writer.write_later(tensor, num_threads=self._num_threads)
+            self._streams.add(writing)
             self._count("lease", 1, tensor.nbytes, delivery)
-            return StreamingSend(writer.describe(tensor.dtype, tensor.flat.shape), writing)
+            data = writer.describe(tensor.dtype, tensor.flat.shape)
+            return StreamingSend(data, writing, self._streams.discard)
         return StreamingSend(self._send([tensor], delivery, consumers, may_lease=may_lease)[0], None)
 
     def reserve(self, shape: Sequence[int], dtype: str, *, worker: Target = None, consumers: int = 1) -> Reservation:
@@ -351,14 +359,15 @@ class Sender:
         Raises:
             MmcopyTimeoutError: the arena's thread did not end within 5 s more; everything else is closed.
 
-        Blocking: until streaming sends are written, then until all leases in flight are released, ``linger_s`` seconds
-        at most: for so long they can still be received.
+        Blocking: until streaming sends are written, 60 s at most, then until all leases in flight are released,
+        ``linger_s`` seconds at most: for so long they can still be received.
         """
-        self._segments.close()  # first: from here on nothing makes threads anew
-        with self._lock:
-            threads, self._stream_threads = self._stream_threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+        self._segments.close()  # first: from here on no stream begins
+        deadline = time.monotonic() + _STREAM_LIMIT_S
+        for writing in [*self._streams]:
+            with contextlib.suppress(MmcopyError):  # for whoever waits for that stream
+                writing.wait(max(0.0, deadline - time.monotonic()))
+        self._streams.clear()
         try:
             self._arena.close(linger_s=linger_s)
         finally:
@@ -494,26 +503,6 @@ class Sender:
         else:  # the worker went down between the snapshot and this, or while this waited for room
             self.metrics.count(Counter.LEASE_FALLBACKS, "worker_gone")
 
-    def _write_later(self, writer: LeaseWriter, tensor: Outgoing) -> Future[None]:
-        def write() -> None:
-            try:
-                writer.write(
-                    tensor.flat.array,
-                    src_dtype=tensor.flat.dtype,
-                    dst_dtype=tensor.dtype,
-                    num_threads=self._num_threads,
-                )
-                writer.commit()
-            except BaseException:
-                writer.abort()
-                raise
-
-        with self._lock:
-            self._check_open()
-            if self._stream_threads is None:
-                self._stream_threads = ThreadPoolExecutor(2, thread_name_prefix="mmcopy-send")
-            return self._stream_threads.submit(write)
-
     def _segment_or_inline(
         self, tensor: Outgoing, delivery: Delivery, decision: Decision, consumers: int
     ) -> TensorData:
@@ -562,8 +551,7 @@ class Sender:
         self.metrics.count(Counter.BYTES_SENT, path, nbytes, runtime=runtime)
 
     def _disown(self) -> None:
-        self._lock = threading.Lock()
-        self._stream_threads = None
+        self._streams = set()
         self._segments.forget()
         self._arena.forget()
         self._workers.forget()
