@@ -32,7 +32,7 @@ const REAP_BYTES: u64 = 1 << 20;
 /// Segments that may wait to be freed. Beyond that the receiver frees them itself: shared memory cannot fill up.
 const REAP_BACKLOG: usize = 8;
 
-/// Whatever keeps the bytes of an inline item valid.
+/// Keeps the bytes of an inline item valid.
 pub type Keeps = Box<dyn Any + Send + Sync>;
 /// Finds the mapped arena of a lease.
 pub type FindArena = Box<dyn Fn(&LeaseHandle) -> Option<Arc<Map>> + Send + Sync>;
@@ -229,7 +229,7 @@ impl Drop for Entry {
         if !self.is_kept()
             && let Some((map, claim)) = self.lease()
         {
-            // Nobody is left to hear of an error.
+            // There is no caller left to report an error to.
             let _ = map.release(claim);
         }
     }
@@ -320,7 +320,7 @@ impl Request {
         Ok(())
     }
 
-    /// The leases whose flags nobody writes: to be released when the copies have ended.
+    /// The leases whose flags no stream writes: to be released when the copies have ended.
     pub fn keep(&self) -> Kept {
         Kept(std::mem::take(&mut self.lock().begun))
     }

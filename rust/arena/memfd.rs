@@ -112,7 +112,7 @@ fn seal(file: &Descriptor) -> Result<bool, Errno> {
 }
 
 /// A file that was received: `nbytes` long, sealed so that it stays so (M2), and with memory behind all of it, as its
-/// maker reserves it: else reading it would take our memory. Whether nobody can map it writable, and which file it is.
+/// maker reserves it: else reading it would take our memory. Whether no process can map it writable, and which file it is.
 pub(super) fn verify(file: impl AsFd, nbytes: u64) -> Result<(bool, Identity), String> {
     let seals = rustix::fs::fcntl_get_seals(&file).map_err(|errno| format!("it is no memfd ({errno})"))?;
     if !seals.contains(SIZE_SEALS) {

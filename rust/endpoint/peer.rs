@@ -163,7 +163,7 @@ fn read(config: &ServerConfig, uid: u32, name: &str, offset: u64, nbytes: u32) -
         });
     }
     let segment = Segment::open(&config.shm_dir, &name)?;
-    // A sender probes with a file of its own: we read for nobody what its user might not be allowed to.
+    // A sender probes with a file of its own: we read nothing for it that its user might not be allowed to read.
     if segment.uid() != uid {
         let (path, uid_found) = (name.path_in(&config.shm_dir), segment.uid());
         return Err(Error::Foreign { path, uid: uid_found, wanted_uid: uid });

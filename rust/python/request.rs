@@ -345,7 +345,7 @@ fn raised(py: Python<'_>, error: Error) -> Py<PyAny> {
     PyErr::from(error).into_value(py).into_any()
 }
 
-/// The classes of mmcopy.tensors that are told apart here.
+/// The classes of mmcopy.tensors that this distinguishes.
 struct Classes {
     tensor: Py<PyType>,
     handle: Py<PyType>,

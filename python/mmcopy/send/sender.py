@@ -365,7 +365,7 @@ class Sender:
         self._segments.close()  # first: from here on no stream begins
         deadline = time.monotonic() + _STREAM_LIMIT_S
         for writing in [*self._streams]:
-            with contextlib.suppress(MmcopyError):  # for whoever waits for that stream
+            with contextlib.suppress(MmcopyError):  # that stream's own wait raises it
                 writing.wait(max(0.0, deadline - time.monotonic()))
         self._streams.clear()
         try:
